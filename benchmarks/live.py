@@ -147,8 +147,8 @@ class Trainer(Process):
         from torch.distributed.fsdp import fully_shard
 
         from reshard.api import load
-        from reshard.live.demo import Weights
         from reshard.live.process import push
+        from tests.live.trainers import Weights
 
         self.weights = Weights(load(given.folder / "model"))
         self.group = DeviceMesh("cpu", list(range(given.trainers)))

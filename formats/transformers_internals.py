@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,3 +113,18 @@ def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, M
             tensor = value[0] if isinstance(value, list) else value
             tensors[key] = ModelTensor(tuple(tensor.shape), tuple(sources[target]))
     return tensors
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' reports and progress bars of loading to ourselves: what matters becomes an error."""
+    level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    accelerate_level = accelerate.level
+    accelerate.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        accelerate.setLevel(accelerate_level)

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from reshard.formats.errors import SettingError as SettingError
     from reshard.live.meshes import Target as Target
     from reshard.live.state_dict import state_dict as state_dict
-    from reshard.verify.api import profile as profile
     from reshard.verify.api import verify as verify
+    from reshard.verify.profile.api import profile as profile
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
     **dict.fromkeys(("patch", "plan", "rank_config", "split", "tensors"), "reshard.api"),
-    **dict.fromkeys(("profile", "verify"), "reshard.verify.api"),
+    "profile": "reshard.verify.profile.api",
+    "verify": "reshard.verify.api",
     "live": "reshard.live",
     "state_dict": "reshard.live.state_dict",
     "SettingError": "reshard.formats.errors",

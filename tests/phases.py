@@ -40,7 +40,8 @@ PHASES = {
 """The functions with which phases begin, each by its file, and the phase."""
 VALUES = {
     "formats/notation/axes.py", "formats/notation/expressions.py", "formats/mesh.py", "formats/errors.py",
-    "formats/files/safetensors.py", "formats/files/checksum.py", "formats/documents.py", "formats/store.py",
+    "formats/files/safetensors.py", "formats/files/layout.py", "formats/files/checksum.py", "formats/documents.py",
+    "formats/store.py",
     "reshard/system.py", "reshard/text.py", "reshard/placement/pieces.py",
 }  # fmt: skip
 

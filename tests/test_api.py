@@ -102,7 +102,7 @@ def test_a_result_is_shown_as_the_command_prints_it(tmp_path: Path, monkeypatch:
         name = type(result).__name__
         shown = repr(result)
         assert shown.startswith(f"<{name}: ") and "\n" not in shown and len(shown) < 200, shown
-        expected = printed.replace("model: ", "tp 2, ", 1) if name == "Plan" else printed
+        expected = printed.replace("model: ", "tp 2, ", 1) if name == "PlanAnswer" else printed
         assert without_times(f"{result}\n", tmp_path) == without_times(expected, tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_a_plan_is_refused_as_the_split_is() -> None:
 def test_a_push_is_shown_as_plan_prints_it(tmp_path: Path) -> None:
     model = checkpoint("llama")
     found = reshard.live.routes(model, source="fsdp2:2", target="vllm:tp2")
-    printed = command("plan", model, "--from", "fsdp2:2", "--to", "vllm:tp2", cwd=tmp_path).stdout
+    printed = command("live", "plan", model, "--from", "fsdp2:2", "--to", "vllm:tp2", cwd=tmp_path).stdout
     assert printed == f"{model}: fsdp2:2 -> vllm:tp2, {found}\n"
     assert repr(found) == f"<Routes: {str(found).splitlines()[0]}>" and "from 2 ranks to 2 ranks in 1 step" in printed
 

@@ -58,7 +58,7 @@ def run_examples(name: str, folder: Path) -> None:
         assert done.returncode == 0, (line, done.stderr)
 
 
-OF_RANKS = {"live", "profile", "verify"}
+OF_RANKS = {"profile", "verify"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=thorough if name in OF_RANKS else ()) for name in COMMANDS])

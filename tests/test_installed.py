@@ -80,8 +80,9 @@ def test_each_command_runs_once_from_the_wheel(installed: Path, tmp_path: Path) 
     lines = {
         "demo": "demo d", "plan": "plan d/model --tp 2 --report page.html", "split": "split d/model out --tp 2",
         "diff": "diff d/model out --out delta --report diff.html", "patch": "patch d/model delta patched",
-        "live": "live demo", "average": "average d/model out mean",
-        "merge": "merge out merged", "inspect": "inspect out --json", "formats": "formats d/model", "models": "models",
+        "live": "live plan d/model --from fsdp2:2 --to vllm:tp2 --report push.html",
+        "average": "average d/model out mean", "merge": "merge out merged",
+        "inspect": "inspect out --json", "formats": "formats d/model", "models": "models",
         "verify": "verify d/model out --exact-only --report verified.html",
         "profile": "profile d/model --tp 1 --seq 8 --phase decode --seconds 0.01 --report profile.html",
     }  # fmt: skip

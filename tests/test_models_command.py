@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.coverage import coverage
 from reshard.formats.errors import PlanError
 from reshard.formats.notation.architecture_files import built_in_architectures
-from reshard.verify.coverage import coverage
 
 
 def models(*arguments: str) -> Result:

@@ -152,7 +152,7 @@ def test_options_that_cannot_be_kept_are_named(form: str | None, made: Path) -> 
     "line",
     one_of_each([
         "merge shards out", "plan model", "plan model --tp 4", "plan model --as vllm --tp 4",
-        "plan model --as dcp --tp 4", "plan model --tp-plan", "plan model --from fsdp2:2 --to vllm:tp2", "formats",
+        "plan model --as dcp --tp 4", "plan model --tp-plan", "live plan model --from fsdp2:2 --to vllm:tp2", "formats",
         "formats model", "models", "models llama", "inspect model", "inspect shards",
         "verify model shards --exact-only", "average model shards mean --tp 2",
     ], lambda line: line.partition(" ")[0]),

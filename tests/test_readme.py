@@ -1,6 +1,6 @@
 """README.md and docs/ against the program: what they show is what it does.
 
-``make docs`` (``python -m tests.test_readme``) writes the generated parts and verify/coverage.json anew.
+``make docs`` (``python -m tests.test_readme``) writes the generated parts and reshard/cli/coverage.json anew.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import click
 import pytest
 
+from reshard.cli.coverage import FILE as COVERAGE
+from reshard.cli.coverage import coverage
 from reshard.formats.notation.architecture import Architecture
 from reshard.formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
 from reshard.formats.notation.format_file import Factor, adapter_format, adapter_format_names
-from reshard.verify.coverage import FILE as COVERAGE
-from reshard.verify.coverage import coverage
 from tests import remote, support, zoo
 from tests.marks import of_ranks, thorough
 from tools.api_text import api_text, live_text
@@ -59,7 +59,7 @@ def architectures() -> Iterator[Architecture]:
 
 
 def coverage_text() -> str:
-    """verify/coverage.json: the model types that the tests have a model of, and the degrees at which they try it."""
+    """coverage.json: the model types that the tests have a model of, and the degrees at which they try it."""
     forward: dict[str, set[int]] = defaultdict(set)
     for entry in zoo.ZOO.values():
         forward[entry.model_type].update(entry.degrees)
@@ -267,9 +267,8 @@ DEMO = {
         "plan model --tp 8",
         "plan model --tp 2 --as vllm",
         "plan model --tp-plan",
-        "plan model --from fsdp2:2 --to vllm:tp2",
     ],
-    "live": ["live demo"],
+    "live": ["live plan model --from fsdp2:2 --to vllm:tp2"],
     "diff": ["diff model out --out delta"],
     "patch": ["patch model delta patched"],
     "inspect": ["inspect model", "inspect out", "inspect engine"],

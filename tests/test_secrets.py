@@ -12,7 +12,8 @@ from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.printing import print_traceback
 from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
-from reshard.commands.split import PatchRequest, PlanRequest, SplitRequest
+from reshard.commands.plan import PlanRequest
+from reshard.commands.split import PatchRequest, SplitRequest
 from reshard.formats.errors import CheckpointError, redacted
 from reshard.live.process import Meeting
 from reshard.source.opening import Access

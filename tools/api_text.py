@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -14,13 +15,13 @@ from typing import Any
 import reshard
 import reshard.live
 from reshard.commands.inspect import Report
+from reshard.commands.plan import PlanAnswer
 from reshard.delta.differences import Diff
-from reshard.mesh.plan import Plan
 from reshard.verify.profile.words import Profile
 from reshard.verify.report.answer import Answer
-from reshard.writing.rewrite import Summary
+from reshard.writing.summary import Summary
 
-RESULTS: tuple[type, ...] = (Diff, Report, Plan, Profile, Summary, Answer)
+RESULTS: tuple[type, ...] = (Diff, Report, PlanAnswer, Profile, Summary, Answer)
 
 
 def api_text() -> str:
@@ -105,7 +106,7 @@ def _attributes(kind: type) -> Iterator[tuple[str, str]]:
     """The fields of a class, and its properties, with their types."""
     if is_dataclass(kind):
         yield from ((each.name, str(each.type).replace("|", "\\|")) for each in fields(kind) if each.init and each.repr)
-    for name, value in vars(kind).items():
+    for name, value in ChainMap(*(vars(each) for each in kind.__mro__ if each is kind or is_dataclass(each))).items():
         getter = (
             value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
         )

@@ -1,10 +1,8 @@
-"""The part of the Python API that needs ``verify``: ``reshard.verify`` and ``reshard.profile``."""
+"""The part of the Python API that needs ``verify``: ``reshard.verify``."""
 
 from __future__ import annotations
 
 from reshard.commands.fields import by_fields
 from reshard.verify import command as _command
-from reshard.verify.profile.job import ProfileRequest
 
-profile = by_fields(ProfileRequest, _command.profile)
 verify = by_fields(_command.VerifyRequest, _command.verify)

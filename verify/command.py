@@ -1,5 +1,5 @@
-"""What ``reshard verify`` and ``profile`` do, for a Python caller too. The proof opens both checkpoints, compares
-bytes, and then runs the model, unless the shards cannot be run.
+"""What ``reshard verify`` does, for a Python caller too. The proof opens both checkpoints, compares bytes,
+and then runs the model, unless the shards cannot be run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from reshard.verify.bytes.exact import check_original, compare_bytes, open_shard
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
-from reshard.verify.profile.job import ProfileRequest
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
 from reshard.verify.report.evidence import evidence_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from reshard.verify.engine.compare import EngineOptions
     from reshard.verify.forward.job import Job, Needs
     from reshard.verify.forward.launch import Crew
-    from reshard.verify.profile.words import Profile
 
 
 @dataclass(frozen=True)
@@ -348,23 +346,3 @@ def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> 
         theirs, own = ({info.dtype for of in side.ranks for info in of.values()} for side in (shards, original))
         for name in [name for name, dtype in CASTS.items() if dtype in theirs - own][:1]:
             yield f"These have weights in {name}, the original has none. If it was cast, give --dtype {name}, too."
-
-
-# -------------------------------------------------------------------------------------------------------------- profile
-
-
-def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
-    """Say which degree of tensor parallelism is fast on this node: ``recommended`` of what is returned.
-
-    Raises ReshardError.
-    """
-    require_transformers("profile")
-    from reshard.verify.profile.run import node_of  # torch
-    from reshard.verify.profile.run import profile as profile_folder
-
-    node = node_of(request)
-    path = find(request.source, request, Weights.NONE)
-    folder = path.parent if path.name == "config.json" else path
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a folder", "give the folder that holds config.json, or that file")
-    return profile_folder(folder, node, request, progress)

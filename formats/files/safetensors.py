@@ -9,11 +9,13 @@ Source: https://github.com/huggingface/safetensors#format and ``safetensors/src/
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from json.encoder import encode_basestring
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from reshard.formats.documents import LARGEST, file_name, strict_json, utf8
 from reshard.formats.errors import CheckpointError, brief
+from reshard.formats.files.layout import Layout, Tensor
 from reshard.formats.store import FilePath, open_file, unreadable
 from reshard.formats.wrappers import without_wrappers
 
@@ -111,9 +114,10 @@ class SourceFileRecord:
         names = {name: without_wrappers(name).removeprefix(self.beginning) for name in stored}
         return {names[name]: info._replace(name=names[name]) for name, info in stored.items()}
 
-    def places(self) -> Iterator[tuple[str, int]]:
+    @property
+    def layout(self) -> Layout:
         """Where each tensor lies in it."""
-        return ((name, info.offset) for name, info in self.tensors.items())
+        return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], self.header)
 
 
 def read_header(path: FilePath) -> Header:
@@ -198,6 +202,13 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
             "write smaller files, with fewer tensors each",
         )
     return len(text).to_bytes(8, "little") + text
+
+
+def build_safetensors(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Layout:
+    """The layout of a file of these tensors, one behind the other."""
+    header = build_header([tensor[:3] for tensor in tensors], metadata)
+    *offsets, size = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
+    return Layout(size, [tensor.name for tensor in tensors], array("Q", offsets), header)
 
 
 def _compact(value: Any) -> str:

@@ -20,12 +20,13 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from reshard.formats.errors import CheckpointError, PlanError
+from reshard.formats.files.layout import Crc, Layout
 from reshard.formats.files.pickles import (
     LARGEST_PICKLE,
     STORAGES,
@@ -273,29 +274,6 @@ _ALIGNMENT = 64
 _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.storage.UntypedStorage"}
 
 
-class Crc(NamedTuple):
-    """The CRC-32 of bytes ``begin`` to ``end`` of a file stands at these offsets, in four bytes, little-endian."""
-
-    begin: int
-    end: int
-    places: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Archive:
-    """The layout of a file: its size in bytes, the offset of each tensor, what else is in it, and its CRC-32s.
-
-    In ``fixed`` zeros stand for the CRC-32s, which are written over when all else is there. A ``.distcp`` file has an
-    archive for each tensor and object: ``ranges`` has their offsets and lengths.
-    """
-
-    size: int
-    places: tuple[tuple[str, int], ...]
-    fixed: tuple[tuple[int, bytes], ...]
-    crcs: tuple[Crc, ...]
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the CRC-32 stands in the header of an entry, and in its header in the directory at the end."""
 
@@ -306,7 +284,7 @@ def build_archive(
     entries: Mapping[str, int | float] = {},
     *,
     is_single: bool = False,
-) -> Archive:
+) -> Layout:
     """The layout of a file of tensors (name, dtype, shape, bytes); with ``inside`` they are that entry, beside others.
 
     With ``is_single`` it is the only tensor itself.
@@ -319,12 +297,12 @@ def build_archive(
 
 
 @lru_cache(maxsize=4096)
-def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Archive:
+def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Layout:
     """The layout of what torch.save writes of a tensor that is not in a dictionary; its name there is ``""``."""
     return archive_of(pickled_tensor(0, "", dtype, shape), [("", nbytes)])
 
 
-def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archive:
+def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Layout:
     """The layout of what torch.save writes: a pickle of ``saved``, and storages (name, bytes) with keys from 0 on."""
     infos, begins, fixed, end = list[ZipInfo](), list[int](), [(0, b"")], 0
     records: dict[str, bytes | int] = {"data.pkl": write_pickle(saved), "byteorder": b"little"}
@@ -353,8 +331,8 @@ def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Archi
         for content, info, begin, at in zip(records.values(), infos, begins, central, strict=True)
         if isinstance(content, int)
     )
-    places = tuple((name, crc.begin) for (name, _), crc in zip(storages, crcs, strict=True))
-    return Archive(directory.end, places, tuple(fixed), crcs)
+    names, offsets = [name for name, _ in storages], [crc.begin for crc in crcs]
+    return Layout(directory.end, names, offsets, fixed=tuple(fixed), crcs=crcs)
 
 
 class _Directory:

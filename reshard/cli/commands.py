@@ -23,14 +23,14 @@ COMMANDS = {
     "models": ("reshard.cli.models:models_command", "List the model types that can be split."),
     "formats": ("reshard.cli.formats:formats_command", "List the formats of engines and trainers."),
     "plan": ("reshard.cli.plan:plan_command", "Show which degrees are possible, and what a rank would hold."),
-    "profile": ("reshard.cli.profile:profile_command", "Measure which degree is fast on this node."),
+    "profile": ("reshard.verify.profile.cli:profile_command", "Measure which degree is fast on this node."),
     "split": ("reshard.cli.split:split_command", "Split a checkpoint, re-split it, or convert it."),
-    "verify": ("reshard.cli.verify:verify_command", "Prove that shards are the same model as the original."),
+    "verify": ("reshard.verify.cli:verify_command", "Prove that shards are the same model as the original."),
     "diff": ("reshard.cli.diff:diff_command", "Show which tensors of two checkpoints differ."),
     "patch": ("reshard.cli.split:patch_command", "Put a delta, which diff wrote, on its base."),
     "average": ("reshard.cli.split:average_command", "Write the weighted mean of checkpoints."),
     "inspect": ("reshard.cli.inspect:inspect_command", "Say what a folder is, and whether it is complete."),
-    "live": ("reshard.cli.live:live_command", "Push weights between running processes: try it, check it."),
+    "live": ("reshard.live.cli:live_command", "Push weights between running processes: plan it, check it."),
     "merge": ("reshard.cli.split:merge_command", "Merge ranks into one full checkpoint again."),
 }
 """Name -> where the command is, and its line in ``reshard --help``; in the order in which one uses them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.coverage import coverage
 from reshard.cli.options import Command, Value, model_types
 from reshard.cli.printing import pair_lines, print_json, print_lines
 from reshard.formats.errors import PlanError
@@ -63,8 +64,6 @@ def models_command(name: str | None, as_json: bool) -> None:
 
 def _tested(name: str) -> dict[str, Any]:
     """A model type, the name of its rules, and what the tests verify of it (None: only types of the same rules)."""
-    from reshard.verify.coverage import coverage
-
     tested = coverage().get(name)
     verified = None if tested is None else "forward" if tested.forward else "bytes"
     degrees = [*tested.degrees] if tested else []

@@ -15,12 +15,10 @@ from reshard.cli.options import (
     NUMBERS,
     PADDING,
     PLACE,
-    RANKS,
     Command,
     Group,
     NewFile,
     Option,
-    Value,
     changed,
     check_degrees,
     given_options,
@@ -39,10 +37,10 @@ from reshard.cli.printing import (
 )
 from reshard.formats.errors import PlanError, ReshardError, require_transformers
 from reshard.system import disk_errors
-from reshard.text import align, human_bytes, plural, shape_text, speed_of
+from reshard.text import align, human_bytes, plural, shape_text
 
 if TYPE_CHECKING:
-    from reshard.commands.split import PlanRequest, PossibleDegrees
+    from reshard.commands.plan import PlanRequest, PossibleDegrees
     from reshard.formats.notation.architecture import Architecture
     from reshard.formats.notation.format import Format
     from reshard.mesh.plan import Plan
@@ -75,24 +73,18 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
                help="Write the architecture file in use."),
         Option("--draft", "draft_file", group=Group.OUTPUT, type=NewFile(), metavar="FILE",
                help="Draft one, for a model that has no rules."),
-        Option("--from", "trainer", group=Group.WHAT, type=RANKS, metavar="WHO",
-               help="Plan a push between running ranks: from fsdp2:8."),
-        Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", help="... to these, such as vllm:tp4."),
-        Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
-               help="Of a rank in a push; default: 50GB/s."),
     ),
 )  # fmt: skip
 @click.argument("source", type=PLACE)
 def plan_command(
-    save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, trainer: str | None,
-    receiver: str | None, link: float | None, as_json: bool, **options: Any,
+    save_file: Path | None, draft_file: Path | None, tp_plan: bool, report: Path | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Show which degrees are possible, or with a degree what each rank would hold, from the headers alone.
 
     If a model or one of its tensors has no rules, make an architecture file: --draft writes a draft, --save the rules
     in use, of a similar model for example. Check and edit the file, and pass it to every command with --plan.
     """
-    from reshard.commands.split import PlanRequest, planned_format, possible_degrees
+    from reshard.commands.plan import PlanRequest, planned_format, possible_degrees
     from reshard.formats.notation.format_file import with_names
     from reshard.mesh.plan import make_plan
     from reshard.placement.program_plan import plan_for
@@ -108,11 +100,6 @@ def plan_command(
     check_degrees(options)
     request = request_of(PlanRequest, options, quiet=as_json)
     source, format = str(request.source), planned_format(request)
-    if trainer is not None or receiver is not None:
-        _plan_push(request, trainer, receiver, link, report, as_json)
-        return
-    if link is not None:
-        raise click.UsageError("--link goes with --from and --to")
     if draft_file is not None and (further := given - _HUB - {"--draft"}):
         raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
     if tp_plan and (further := given & _OF_MESH):
@@ -178,36 +165,9 @@ def _model_of_config(request: PlanRequest) -> Model | None:
     if quantization_settings(read_config(folder / CONFIG)):
         return None
     require_transformers("a plan of config.json alone")
-    from reshard.verify.profile.blocks import skeleton  # torch
+    from reshard.model.skeleton import skeleton  # torch
 
     return skeleton(folder, plan_file=Path(request.plan_file) if request.plan_file else None)
-
-
-def _plan_push(
-    request: PlanRequest, trainer: str | None, receiver: str | None, link: float | None, report: Path | None,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Plan a push between running ranks. Raises UsageError, ReshardError."""
-    from reshard.live.routing import LINK, routes
-    from reshard.source.opening import Access
-
-    if trainer is None or receiver is None:
-        raise click.UsageError("--from and --to go together: --from fsdp2:8 --to vllm:tp4")
-    if further := given_options() - _HUB - {"--from", "--to", "--link", "--report", "--json", "--plan"}:
-        raise click.UsageError(f"--from and --to go without {min(further)}: write degrees as in vllm:tp4")
-    about = {field.name: getattr(request, field.name) for field in dataclasses.fields(Access)}
-    plan, link = routes(request.source, source=trainer, target=receiver, **about), link or LINK
-    document = {
-        "source": str(request.source), "from": trainer, "to": receiver, "bytes": plan.nbytes, "sent": plan.sent,
-        "received": plan.received, "steps": len(plan.ends), "link": link, "seconds_at_least": plan.bound(link),
-        "digest": plan.digest,
-    }  # fmt: skip
-    print_answer(as_json, document, f"{request.source}: {trainer} -> {receiver}, {plan.to_text(link=link)}")
-    if report is not None:
-        from reshard.pages.push_page import push_page
-
-        write_report(report, push_page(plan, f"{request.source}: {trainer} to {receiver}", link, command_line()))
-        print_note(f"Drew the push: {report}")
 
 
 # ------------------------------------------------------------------------------------------------------- plan files
@@ -252,6 +212,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
     """Print what each rank owns."""
+    from reshard.commands.plan import plan_text, title
     from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
     from reshard.move.moves import download_of
@@ -262,7 +223,7 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
         max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened and opened.is_remote else 0
     )
     if not as_json:
-        print_lines(plan.to_text(terminal_width(), source, download or None))
+        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", terminal_width(), download or None))
         return
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
@@ -280,8 +241,8 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
     """Print what a program would store."""
-    from reshard.mesh.totals import title
-    from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
+    from reshard.commands.plan import sources_text, stored_rows, title
+    from reshard.placement.arrangement import arrangement_of
 
     mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
@@ -324,7 +285,7 @@ def _print_tp_plan(model: Model, tp: int | None, as_json: bool) -> None:
 
 def _print_degrees(degrees: PossibleDegrees, as_json: bool) -> None:
     """Print which degrees are possible."""
-    from reshard.commands.split import other_ways
+    from reshard.commands.plan import other_ways
 
     swept, model = degrees.swept, degrees.model
     attempts = [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.formats.errors import CheckpointError, ReshardError, SettingError, refused
+from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
@@ -76,7 +77,7 @@ def _tensors_of(target: Arrangement, rank: int) -> Tensors:
 
 def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     """Each tensor as if it were a file of its own."""
-    return {rank: {name: TargetPlace(TargetFile(name, rank, b"", 0), 0) for name in kinds}}
+    return {rank: {name: TargetPlace(TargetFile(name, rank, Layout(0)), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,129 +1,26 @@
-"""Plans, splits, re-splits and merges a checkpoint, and puts a delta on its base, in any format."""
+"""Splits, re-splits and merges a checkpoint, and puts a delta on its base, in any format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from reshard.formats.errors import CheckpointError, PlanError, Refusal, redacted, refused
+from reshard.formats.errors import CheckpointError, refused
 from reshard.formats.files.sharded import MANIFEST, read_manifest
-from reshard.formats.hints import typed
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.notation.format import PUBLISHED, SOURCE_NAMES, Format
+from reshard.formats.notation.format import PUBLISHED, SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names
 from reshard.formats.store import StoredPath
-from reshard.mesh.degrees import Sweep, sweep
-from reshard.mesh.plan import Degrees, Plan, make_plan
-from reshard.mesh.totals import rows_of, title, totals_of, uneven_lines
-from reshard.placement.arrangement import arrangement_of
+from reshard.mesh.plan import Degrees, make_plan
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.opening import Access, Place
 from reshard.source.source import UNSPLIT
-from reshard.store.selection import Weights
 from reshard.system import Share, Taken, default
-from reshard.text import align, human_bytes
 from reshard.transforms.opening import open_any, open_converted
 from reshard.writing.output import Output
-from reshard.writing.rewrite import Summary, WriteRequest, rewrite, start
-
-
-@dataclass(frozen=True)
-class PlanRequest(Access, Degrees):
-    """What ``plan`` takes.
-
-    ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
-    ``format``: the name of another program's format to plan for.
-    ``names``: whose names ``format="dcp"`` has, as in ``split``.
-    """
-
-    source: Place = field(repr=False)  # a URL may have a password
-    _: KW_ONLY
-    format: str | None = None
-    names: Literal["source", "published", "modules"] = "source"
-
-
-def plan(request: PlanRequest) -> Plan:
-    """The plan of a checkpoint: each rank's part of each tensor. Reads headers only.
-
-    Without a degree it is the plan of one rank, and its text says which degrees are possible, and why not others.
-    Raises CheckpointError if the source is not a checkpoint, PlanError if a degree is not possible.
-    """
-    format, opened = planned_format(request), open_any(request.source, request, Weights.HEADERS)
-    format = with_names(format, request.names, opened.spelling)
-    planned = plan_for(opened.model, format, request)
-    arrangement_of(planned, format)  # raises for a tensor that has no place in the format
-    return possible_degrees(planned, request) if format.plain and planned.mesh.size == 1 else planned
-
-
-@dataclass(frozen=True, repr=False)
-class PossibleDegrees(Plan):
-    """The plan of one rank, of which the text says which degrees are possible."""
-
-    request: PlanRequest
-
-    @cached_property
-    def swept(self) -> Sweep:
-        """The degrees that were tried, and all that are possible."""
-        return sweep(self.model, pad=self.request.pad_vocab, uneven=self.request.uneven)
-
-    @property
-    def headline(self) -> str:
-        """The type of the model, and the possible degrees."""
-        return f"{title(self.model)}; valid degrees: {', '.join(map(str, self.swept.valid))}"
-
-    def to_text(self, width: int | None = None, source: str | None = None, download: int | None = None) -> str:
-        """The table of ``reshard plan`` without a degree."""
-        source, swept = redacted(str(self.request.source)), self.swept
-        table = align([("--tp", "possible", ""), *self.rows()], right=(0,), width=None)
-        of_ep = [f"Valid degrees of --ep: {', '.join(map(str, swept.valid_ep))}."] if len(swept.valid_ep) > 1 else []
-        valid = (
-            f"Valid degrees: {', '.join(map(str, swept.valid))}. 'reshard plan {source} --tp N' shows one in detail."
-        )
-        return "\n".join([f"{source}: {title(self.model)}", "", *table, "", *of_ep, valid])
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
-        unevenly, what is padded.
-        """
-        rows, full = list[tuple[str, str, str]](), self.model.sizes.of({})
-        for degree, refusal in self.swept.attempts.items():
-            if refusal is not None:
-                ways = other_ways(refusal)
-                remark = refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
-                rows.append((str(degree), "no", remark))
-                continue
-            degrees = replace(self.request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
-            plan = plan_for(self.model, OWN, degrees)
-            totals = totals_of(plan, rows_of(plan))
-            remark = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
-            remark += f", {totals.share_replicated:.1%} of it on other ranks too" if degree > 1 else ""
-            remark += "".join(f", uneven: {line}" for line in uneven_lines(plan))
-            remark += "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
-            rows.append((str(degree), "yes", remark))
-        return rows
-
-
-def other_ways(refusal: Refusal) -> list[str]:
-    """The options that make a refused degree possible."""
-    return [" ".join(typed(*setting) for setting in settings.items()) for settings in refusal.instead]
-
-
-def possible_degrees(plan: Plan, request: PlanRequest) -> PossibleDegrees:
-    """The plan of one rank, as one of which the text says the possible degrees."""
-    return PossibleDegrees(plan.model, plan.mesh, plan.padding, plan.laid, request)
-
-
-def planned_format(request: PlanRequest) -> Format:
-    """The requested format. Raises PlanError if it cannot be planned for."""
-    format = format_to_write(request.format)
-    if format is HUGGING_FACE:
-        what = f"'{format.name}' is one full checkpoint: there are no ranks to plan for"
-        raise PlanError(what, "give the format of a program that loads ranks")
-    check_kept(request, format)
-    return format
+from reshard.writing.rewrite import WriteRequest, rewrite, start
+from reshard.writing.summary import Summary
 
 
 @dataclass(frozen=True, kw_only=True)

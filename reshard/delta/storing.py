@@ -95,7 +95,7 @@ def write_delta(
         file, stored, changes = _write(a, b, diff, sums, building, is_compressed=is_compressed)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
-        files = tuple(SourceFileRecord(file.name, file.size, None, file.header) for file in new.files)
+        files = tuple(SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in new.files)
         delta = Delta(building, (file,), changes, files, dict(new.documents), sides, b.names_of)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))

@@ -23,9 +23,7 @@ from reshard.formats.notation.architecture import Architecture, is_index
 from reshard.formats.notation.axes import Dim, Run, Shape, Share, Split, owned
 from reshard.mesh.degrees import check_degrees, valid_degrees
 from reshard.mesh.stages import staged, with_stages
-from reshard.model.binding import belonging_of, bind
-from reshard.model.model import FullTensor, Kind, Model, padded_sizes, padding_for, shares_of
-from reshard.text import Result, align
+from reshard.model.model import Kind, Model, padded_sizes, padding_for, shares_of
 
 
 @dataclass(frozen=True)
@@ -81,26 +79,8 @@ class Layout:
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]
 
 
-def dequantized(plan: Plan) -> Plan:
-    """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
-    model, plain_tensors, weights = plan.model, [], set()
-    dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
-    for tensor in model.tensors:
-        belonging = belonging_of(tensor.name, dtypes, model.architecture, model.sizes)
-        if belonging is None:
-            plain_tensors.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
-        else:
-            weights.add(belonging.weight)
-    if not weights:
-        return plan
-    missing = sorted(weights - {tensor.name for tensor in plain_tensors})
-    tensors = [*plain_tensors, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
-    plain = bind(model.architecture, model.config, tensors, axes=model.sizes.measured)
-    return make_plan(plain, plan.mesh, padding=plan.padding)
-
-
 @dataclass(frozen=True, repr=False)
-class Plan(Result):
+class Plan:
     """What each rank of a mesh owns of every tensor.
 
     ``padding`` gives the padded size of each axis that is padded.
@@ -153,22 +133,6 @@ class Plan(Result):
         split, full = rule.split(axes, architecture.expert_axes), rule.sizes(sizes)
         self._layouts[key] = Layout(rule, full, rule.sizes(padded), boxes, mesh.size, kind.shape, axes, split)
         return self._layouts[key]
-
-    @property
-    def headline(self) -> str:
-        """The mesh, the type of the model, and its number of tensors."""
-        from reshard.mesh.totals import title
-
-        return f"{self.mesh}, {title(self.model)}"
-
-    def to_text(self, width: int | None = None, source: str | None = None, download: int | None = None) -> str:
-        """The table and the totals of ``reshard plan --tp N``, with a ``source``'s name and what is fetched of it."""
-        from reshard.mesh.totals import format_table, rows_of, title, totals_of, totals_pairs
-
-        rows = rows_of(self)
-        head = self.headline if source is None else f"{source}: {title(self.model)}"
-        totals = align(totals_pairs(self, totals_of(self, rows), download), right=(), width=None)
-        return "\n".join([head, "", *format_table(rows, width), "", *totals])
 
     @property
     def valid_degrees(self) -> tuple[int, ...]:

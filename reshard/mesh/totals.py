@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES, stated_dtype, tensor_bytes
-from reshard.formats.notation.axes import Share, segments
+from reshard.formats.notation.axes import segments
 from reshard.mesh.plan import Layout, Plan
-from reshard.mesh.stages import layers_at
-from reshard.model.model import Kind, Model
-from reshard.text import align, human_bytes, plural, shape_text
+from reshard.model.model import Kind
 
 _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_bias", ".bias")
 
@@ -229,86 +227,3 @@ def activation_bytes(plan: Plan) -> int:
     largest = max(floats, key=lambda kind: math.prod(plan.laid[kind].full), default=None)
     dtype = stated_dtype(plan.model.sizes.settings) or (largest.dtype if largest else "BF16")
     return DTYPE_BITS[dtype] // 8
-
-
-# ---------------------------------------------------------------------------------------------------------- as a table
-
-
-def title(model: Model) -> str:
-    """``llama (rules: llama), 39 tensors``."""
-    count = plural(len(model.tensors), "tensor")
-    return f"{model.config.get('model_type', 'no model_type')} (rules: {model.architecture.name}), {count}"
-
-
-def format_table(rows: Sequence[Row], width: int | None) -> list[str]:
-    """The table's lines, within ``width`` columns (None: as wide as it needs)."""
-    cells = [("tensor", "rule", "kind", "dtype", "full -> rank", "tensors", "per rank")]
-    notes: dict[str, str] = {}
-    for row in rows:
-        kind, least, most = row.kind, min(row.copies, default=1), max(row.copies, default=1)
-        if most > 1 and not row.kind.endswith("replicated"):  # how many ranks hold what they have
-            copies = f"{most}x" if least == most else f"{least}-{most}x"
-            some = f"some of it is on {plural(least, 'rank')}, some on {most}"
-            notes[copies] = f"each part is on {most} ranks" if least == most else some
-            kind += f" {copies}"
-        if row.is_uneven:
-            notes["uneven"] = "this is the first rank's part; the last ranks have less"
-            kind += " uneven"
-        change = shape_text(row.full) if row.full == row.local else f"{shape_text(row.full)} -> {shape_text(row.local)}"
-        size = human_bytes(row.bytes_per_rank)
-        cells.append((row.name, row.rule or "scalar", kind, row.dtype, change, f"{row.tensors:,}", size))
-    lines: list[str] = []
-    # all columns if they fit, else without the dtype, else without the rule, too
-    for chosen in ((0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 2, 4, 5, 6)):
-        columns = [[line[i] for i in chosen] for line in cells]
-        elastic = [chosen.index(i) for i in (0, 1) if i in chosen]
-        lines = align(columns, right=(len(chosen) - 2, len(chosen) - 1), width=width, elastic=elastic)
-        if width is None or max(map(len, lines)) <= width:
-            break
-    return lines + [f"{mark}: {note}" for mark, note in sorted(notes.items())]
-
-
-def uneven_lines(plan: Plan) -> list[str]:
-    """``ff 2,880 = 7 x 384 + 192``: the parts of each axis that is dealt unevenly, in each size that it has."""
-    degree, lines = dict(plan.mesh.degrees).get("tp", 1), []
-    for axis, unit in plan.mesh.uneven:
-        for size in sorted({sizes[axis] for sizes in plan.model.axis_sets() if axis in sizes}):
-            parts = Counter(Share(degree, rank, unit).run(size).length for rank in range(degree))
-            text = " + ".join(
-                f"{count} x {length:,}" if count > 1 else f"{length:,}" for length, count in parts.items()
-            )
-            lines.append(f"{axis} {size:,} = {text}")
-    return lines
-
-
-def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> list[tuple[str, str]]:
-    """The totals for people, each with its label; ``download`` is what is fetched for one rank (bytes), if the source
-    lies elsewhere.
-    """
-    ranks, width = plan.mesh.size, activation_bytes(plan)
-    share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
-    exact = f"{human_bytes(totals.bytes_per_rank)} ({totals.bytes_per_rank:,} bytes)"
-    where, least = f"on each of {plural(ranks, 'rank')}", ""
-    if totals.bytes_least < totals.bytes_per_rank:
-        where = f"on the largest of {plural(ranks, 'rank')}"
-        least = f"; {human_bytes(totals.bytes_least)} ({totals.bytes_least:,} bytes) on the smallest"
-    pairs = [
-        ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
-        ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
-    ]
-    if download is not None:
-        share = download / totals.bytes_full if totals.bytes_full else 0.0
-        pairs.append(("download", f"{human_bytes(download)} for one rank, with --rank ({share:.1%} of the weights)"))
-    full = plan.model.sizes.of({})
-    for axis, size in plan.padding.items():
-        pairs.append(("padding", f"{axis} {full[axis]:,} -> {size:,} with zeros; merge removes them"))
-    if plan.mesh.pp > 1:
-        stages = (layers_at(plan.mesh, stage) for stage in range(plan.mesh.pp))
-        text = ", ".join(str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}" for layers in stages)
-        pairs.append(("stages", f"layers {text}"))
-    pairs += [("uneven", line) for line in uneven_lines(plan)]
-    if ranks > 1:
-        for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
-            count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
-            pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
-    return pairs

@@ -86,7 +86,7 @@ def move(
         for target in (target for target in account.written if target.sum.is_complete):
             _finish(target, options)
             checksum = target.sum.value() if options.checksum else None
-            finished(target.name, Finished(target.size, checksum, reads_of(sums.read_for(target))))
+            finished(target.name, Finished(target.layout.size, checksum, reads_of(sums.read_for(target))))
         progress(account.nbytes)
 
     def note(account: Account) -> None:
@@ -112,7 +112,7 @@ def move(
         for target in targets:
             if not target.done:
                 _create(target, is_new=not is_resumed)
-                for offset, content in ((0, target.header), *target.fixed):
+                for offset, content in ((0, target.layout.header), *target.layout.fixed):
                     first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
         first.report()
         if is_resumed:
@@ -149,7 +149,7 @@ def _create(target: TargetFile, *, is_new: bool) -> None:
             target.path.rename(target.staged)
         target.has_steps = target.staged.exists()
         target.opened = FileIO(os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
-        reserve(target.opened.fileno(), target.size)
+        reserve(target.opened.fileno(), target.layout.size)
 
 
 def _finish(target: TargetFile, options: Options) -> None:
@@ -161,7 +161,7 @@ def _finish(target: TargetFile, options: Options) -> None:
     begins, piece, opened = [run.begin for run in target.runs], options.sizes.piece, target.opened
     assert opened is not None
     with disk_errors(target.path):
-        for crc in target.crcs:
+        for crc in target.layout.crcs:
             value = value_of(crc, target.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)])
             if value is None:
                 value = 0
@@ -405,11 +405,11 @@ class Mover:
 
     def _add_written(self, target: TargetFile, offset: int, data: Bytes, part: Part | None) -> None:
         """Take into account what a file has from ``offset`` on, and its sum."""
-        for begin, end, is_whole in parts_within(target.crcs, offset, data.size) if target.crcs else ():
+        for begin, end, is_whole in parts_within(target.layout.crcs, offset, data.size) if target.layout.crcs else ():
             runs = self._account.runs.setdefault(target, [])
             add_run(runs, begin, data.data[begin - offset : end - offset], is_whole=is_whole)
         self._account.nbytes += data.size
-        _sum_of(self._account.written, target, target.size).add(offset, data.size, part)
+        _sum_of(self._account.written, target, target.layout.size).add(offset, data.size, part)
 
     # -- what earlier runs have moved
 

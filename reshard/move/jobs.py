@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
 from reshard.formats.files.checksum import PIECE, PartialSum
+from reshard.formats.files.layout import Crc, Layout, Tensor
 from reshard.move.slabs import Route
 from reshard.source.source import SourcePlace
-
-if TYPE_CHECKING:
-    from reshard.formats.files.torch_archive import Crc
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""
@@ -74,33 +72,17 @@ def value_of(crc: Crc, runs: Iterable[Run]) -> int | None:
     return value if end == crc.end else None
 
 
-class Tensor(NamedTuple):
-    """A tensor to be written: its name, dtype, shape, and size in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 @dataclass(eq=False)
 class TargetFile:
-    """A weight file to be written: its header, and tensors of one rank; then how far that is.
+    """A weight file to be written: the layout of tensors of one rank; then how far that is.
 
-    ``name`` is relative to the output, ``size`` is in bytes, with the header. ``places`` gives the names of its tensors
-    and their offsets in the file. The file must have the checksum ``expected``, if that is known.
+    ``name`` is relative to the output. The file must have the checksum ``expected``, if that is known.
     """
 
     name: str
     rank: int
-    header: bytes
-    size: int
-    places: Callable[[], Iterable[tuple[str, int]]] = tuple
+    layout: Layout
     expected: str | None = None
-    fixed: tuple[tuple[int, bytes], ...] = ()
-    """Other bytes that come from no source, with their offsets; in them zeros stand for the CRC-32s."""
-    crcs: tuple[Crc, ...] = ()
-    """What is written over when all else is there; in increasing order."""
     tensors: Sequence[Tensor] = ()
     path: Path = Path()
     """Its path when it is complete."""
@@ -116,7 +98,7 @@ class TargetFile:
     @cached_property
     def sum(self) -> PartialSum:
         """The sum of what was written."""
-        return PartialSum(self.size)
+        return PartialSum(self.layout.size)
 
     @property
     def staged(self) -> Path:

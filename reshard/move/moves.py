@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError
+from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.files.sharded import INTACT_FILE
 from reshard.formats.notation.architecture import without_numbers
@@ -262,7 +263,7 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
     Of a row-parallel weight these are more than the rank holds: where its parts of the rows lie close together, what
     lies between them is fetched with them.
     """
-    nowhere, nbytes_of = TargetPlace(TargetFile("", rank, b"", 0), 0), dict[Route, int]()
+    nowhere, nbytes_of = TargetPlace(TargetFile("", rank, Layout(0)), 0), dict[Route, int]()
     names, total = (stored.name_on(rank) for stored, _ in target.tensors_of(rank)), 0
     for job in jobs_of(source, target, {rank: dict.fromkeys(names, nowhere)}, compare=False):
         if job.transfer not in nbytes_of:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from reshard.commands.plan import totals_pairs
 from reshard.formats.errors import NotationError
 from reshard.formats.notation.axes import Dim, Run, merge_runs, segments
 from reshard.mesh.plan import Layout, Plan
@@ -23,7 +24,6 @@ from reshard.mesh.totals import (
     output_size,
     rows_of,
     totals_of,
-    totals_pairs,
 )
 from reshard.model.model import Kind
 from reshard.pages.markup import html_page

@@ -4,25 +4,22 @@ A format (``formats.notation.format``) is applied to a plan. The smallest things
 Face tensor, a component of a packed one, or one expert's part of either. Each atom is laid out on the mesh like a
 tensor. A stored tensor is a list of atoms: stacked along a first dimension, and joined along another. So two
 arrangements of one model, on any two meshes, differ in names, in places, and in the order of an atom's factors.
-
-``stored_rows`` is the table of what a program stores: tensors that differ only in the numbers in their names are one
-row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from reshard.formats.errors import MismatchError, PlanError
 from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.safetensors import stated_dtype, tensor_bytes
-from reshard.formats.notation.architecture import filled, numbers_in, without_numbers
+from reshard.formats.notation.architecture import filled, numbers_in
 from reshard.formats.notation.axes import Dim, Shape, Summand
-from reshard.formats.notation.format import Constant, Cut, Format, LaterLayers, Pattern
+from reshard.formats.notation.format import Constant, Format, LaterLayers
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered, layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
@@ -346,78 +343,3 @@ def align_atoms(source: Arrangement, target: Arrangement) -> tuple[Arrangement, 
         return side if same else Arrangement(side.plan, parts, side.format, side.chunks, side.twice)
 
     return refined(source, target, kinds), refined(target, source, ((other, kind) for kind, other in kinds))
-
-
-@dataclass(frozen=True)
-class StoredRow:
-    """Stored tensors of one kind.
-
-    ``sources`` are the Hugging Face tensors that each is made of, and ``how`` says what is done with them. ``shape`` is
-    that on the first rank that has such a tensor, ``nbytes`` the size of all such tensors there.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    how: str
-    dtype: str
-    shape: tuple[int, ...]
-    tensors: int
-    nbytes: int
-
-
-def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
-    """The rows of what a program stores, in its order."""
-    kinds, groups = arrangement.plan.model.kind_of, dict[tuple[str, str, tuple[int, ...]], list[Stored]]()
-    for stored in arrangement.stored:
-        shapes = map(stored.geometry.shape, stored.geometry.holders)
-        first = next((shape for shape in shapes if shape is not None), ())
-        shape = stored.constant.shape if stored.constant else first
-        target = stored.geometry.portions[0].target if stored.constant is None else None
-        is_general = target is not None and Pattern(target).match(stored.name) is not None
-        name = str(target) if is_general else without_numbers(stored.name)
-        groups.setdefault((name, stored.dtype, shape), []).append(stored)
-    rows = []
-    for (name, dtype, shape), alike in groups.items():
-        portions_of = () if alike[0].constant else alike[0].geometry.portions
-        sources = tuple(
-            dict.fromkeys(
-                f"{kinds[atom.tensor].pattern} ({atom.label})" if atom.label else kinds[atom.tensor].pattern
-                for atom in alike[0].atoms[: len(portions_of)]
-            )
-        )
-        nbytes = sum(tensor_bytes(stored.name, dtype, shape) for stored in alike)
-        rows.append(StoredRow(name, sources, _how(alike[0], portions_of), dtype, shape, len(alike), nbytes))
-    return rows
-
-
-def _how(stored: Stored, portions: Sequence[Portion]) -> str:
-    if stored.constant is not None:
-        return f"= {stored.constant.value:g}"
-    first = portions[0]
-    words = ["stacked"] if first.stacked and first.slots else []
-    words += ["joined"] if len(portions) > 1 else []
-    line = first.line
-    words += ["output first"] if line.output_first and first.component.arrow is not None else []
-    words += ["halves as pairs"] if any(line.pairs) else []
-    words += ["pairs as halves"] if any(line.halves) else []
-    words += [f"{line.function}(x)"] if line.function else []
-    words += [f"as {line.dtype}"] if line.dtype else []
-    words += ["whole"] if line.cut == Cut() else []
-    words += ["on the first rank, else zeros"] if line.on == "first rank" else []
-    return ", ".join(words)
-
-
-def sources_text(row: StoredRow) -> str:
-    """The tensors that a row is made of, in short: ``model.layers.{layer}.mlp.(gate_proj + up_proj).weight``."""
-    if not row.sources:
-        return "a constant"
-    if row.sources == (row.name,):
-        return "the same"
-    parts = [source.split(".") for source in row.sources]
-    same = len({len(part) for part in parts}) == 1
-    places = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1] if same else []
-    if len(places) != 1:
-        return " + ".join(row.sources)
-    words = parts[0][:]
-    words[places[0]] = f"({' + '.join(part[places[0]] for part in parts)})"
-    return ".".join(words)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.documents import json_bytes
 from reshard.formats.files.checksum import Stamp, check_unchanged
+from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import (
     DTYPE_BITS,
     SourceFileRecord,
@@ -301,7 +302,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         tensors = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
         others = {name: others[name] for name in source.twice.values()}
-    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, b"", 0), 0)
+    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, Layout(0)), 0)
     if others:
         target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):
@@ -338,7 +339,9 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)
-    return [SourceFileRecord(file.name, file.size, None, file.header) for file in merged.files], merged.documents
+    return [
+        SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in merged.files
+    ], merged.documents
 
 
 def changed(

@@ -23,7 +23,8 @@ from reshard.formats.errors import CheckpointError, PlanError, brief
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from reshard.formats.files.checksum import checksum
 from reshard.formats.files.chunks import Chunk, chunks_metadata, whole_shape
-from reshard.formats.files.safetensors import DTYPE_BITS, build_header, tensor_bytes
+from reshard.formats.files.layout import Layout, Tensor
+from reshard.formats.files.safetensors import DTYPE_BITS, build_safetensors, tensor_bytes
 from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
@@ -42,7 +43,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import Model, in_order
-from reshard.move.jobs import TargetFile, Tensor
+from reshard.move.jobs import TargetFile
 from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
@@ -161,7 +162,7 @@ class Output:
     def task(self) -> dict[str, Any]:
         """The task: only a run with an equal one may use the finished files of this run."""
         if self.format is HUGGING_FACE:
-            files = [[file.name, file.size] for file in self.files]
+            files = [[file.name, file.layout.size] for file in self.files]
             return {"command": "merge", "source": self.source.record.id, "files": files}
         identity = self.identity
         return {
@@ -182,7 +183,7 @@ class Output:
         files = self.source.record.files
         infos = {name: info for file in files for name, info in file.tensors.items()}
         check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
-        return [TargetFile(f.name, 0, f.header, f.size, f.places, expected=f.checksum) for f in files]
+        return [TargetFile(file.name, 0, file.layout, file.checksum) for file in files]
 
     def _files_of(self, rank: int) -> Iterator[TargetFile]:
         """The files of a rank, or those with a number of chunks."""
@@ -201,26 +202,24 @@ class Output:
                 tensor_name = part[0].name if part else ""
                 name = files.name_of(self.plan.mesh, rank, index, len(parts), tensor=tensor_name, kind=kind)
                 self._written[rank] += 1
-                file = self._file(name, rank, part)
-                places, file.tensors = file.places() if constants else (), part
-                file.fixed += tuple((offset, constants[tensor]) for tensor, offset in places if tensor in constants)
-                yield file
+                if self._adapter is not None:
+                    name = name.replace(MODEL, ADAPTER)
+                layout = self._layout(name, rank, part)
+                if constants:
+                    fixed = ((offset, constants[tensor]) for tensor, offset in layout.places if tensor in constants)
+                    layout = dataclasses.replace(layout, fixed=(*layout.fixed, *fixed))
+                yield TargetFile(name, rank, layout, tensors=part)
 
-    def _file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> TargetFile:
-        """A file of these tensors, in the container that its name tells."""
+    def _layout(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of a file of these tensors, in the container that its name tells."""
         if name.endswith(".distcp"):
-            return self._chunk_file(name, rank, tensors)
+            return self._chunks_of(name, rank, tensors)
         if name.endswith((".pth", ".pt")):
             from reshard.formats.files.torch_archive import build_archive  # rarely needed
 
             inside, entries = self.format.container.inside, self.format.container.entries
-            archive = build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
-            return TargetFile(
-                name, rank, b"", archive.size, lambda: archive.places, fixed=archive.fixed, crcs=archive.crcs
-            )
-        if self._adapter is not None:
-            name = name.replace(MODEL, ADAPTER)
-        return _safetensors(name, rank, tensors, self._metadata(rank, tensors))
+            return build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
+        return build_safetensors(tensors, self._metadata(rank, tensors))
 
     def _metadata(self, rank: int, tensors: Sequence[Tensor]) -> dict[str, str]:
         if self.format is HUGGING_FACE:
@@ -246,7 +245,7 @@ class Output:
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            yield _safetensors(INTACT_FILE, INTACT_RANK, tensors, {"format": "pt"})
+            yield TargetFile(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
@@ -281,8 +280,8 @@ class Output:
             plan = program_plan(state.model, format, self.plan.mesh, padding=self.plan.padding or None)
             yield Output(state, plan, format, self.max_shard_size, ranks=self.ranks, state=affix, written=self._written)
 
-    def _chunk_file(self, name: str, rank: int, tensors: Sequence[Tensor]) -> TargetFile:
-        """A file of chunks; those of stacked tensors are chunks of one larger tensor."""
+    def _chunks_of(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of a file of chunks; those of stacked tensors are chunks of one larger tensor."""
         from reshard.formats.files.dcp import Blob, build_chunks  # rarely needed
 
         training, state, chunks, contents = self._training, self._state, [], dict[str, bytes]()
@@ -296,7 +295,7 @@ class Output:
             stored_chunk = (self.arrangement.chunks or {})[tensor][rank]
             at = Chunk((*places, *stored_chunk.offset), (*(1 for _ in places), *stored_chunk.shape))
             entries.append((key, dtype, at))
-            chunks.append((tensor, dtype, at.shape, nbytes))
+            chunks.append(Tensor(tensor, dtype, at.shape, nbytes))
         if not self._chunks and state is None:  # the first file has what is no tensor of the model's
             others: Iterable[tuple[str, Chunk | None, bytes]] = training.archives() if training is not None else ()
             for key, chunk, content in itertools.chain(self._extra_states(), others):
@@ -310,7 +309,7 @@ class Output:
                 self._objects[key] = blob
             else:
                 self._chunks.setdefault(key, (dtype, []))[1].append((chunk, blob))
-        return TargetFile(name, rank, b"", laid.size, lambda: laid.places, fixed=laid.fixed, crcs=laid.crcs)
+        return laid
 
     def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
         """What stands for the states of modules that have none: a list of None for each module."""
@@ -515,15 +514,3 @@ def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:
         files[-1].append(tensor)
         room -= tensor.nbytes
     return files
-
-
-def _safetensors(name: str, rank: int, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> TargetFile:
-    """A safetensors file of these tensors."""
-    header = build_header([tensor[:3] for tensor in tensors], metadata)
-
-    def places() -> Iterator[tuple[str, int]]:
-        offsets = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
-        return ((tensor.name, offset) for tensor, offset in zip(tensors, offsets, strict=False))
-
-    size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    return TargetFile(name, rank, header, size, places)

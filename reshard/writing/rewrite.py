@@ -1,11 +1,10 @@
 """Writes an output, in whatever format: checks its place, moves the bytes, checks what was read and written, publishes
-it when it is complete, and says how far it is, what was done, and where the time went.
+it when it is complete, and says how far it is.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
-from reshard.formats.mesh import Mesh
 from reshard.move.engine import move
 from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
@@ -32,11 +30,11 @@ from reshard.source.opening import Access, Place
 from reshard.source.source import Source, SourceFile
 from reshard.store.remote import tried_again
 from reshard.store.selection import HubAccess, is_url
-from reshard.store.staging_names import staging_of
 from reshard.system import Share, Taken, default
-from reshard.text import Result, human_bytes, plural
+from reshard.text import human_bytes, plural
 from reshard.version import __version__
 from reshard.writing.output import Output
+from reshard.writing.summary import Spent, Summary
 
 
 class State(NamedTuple):
@@ -51,133 +49,6 @@ class State(NamedTuple):
 
 
 Progress = Callable[[State], None]
-
-
-LONG = 1.0
-"""Seconds of a run that is worth a line on where the time went."""
-
-
-class Spent(NamedTuple):
-    """Where the time went, in seconds."""
-
-    opening: float
-    """Opening the source, with any download of it, and planning."""
-    moving: float
-    """Reading and writing weight files."""
-    publishing: float
-    """All that comes after that, and uploading."""
-
-
-@dataclass(frozen=True, repr=False)
-class Summary(Result):
-    """What a split or merge did, or would do with ``dry_run``.
-
-    ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis. ``left_behind`` names what the source has besides the model, ``note`` is
-    what a reader of the output must know, ``load`` the command that loads another program's format.
-    """
-
-    command: str
-    source: str
-    out: Path | str
-    source_mesh: Mesh
-    mesh: Mesh
-    tensors: int
-    files: int
-    nbytes: int
-    written: int
-    padding: Mapping[str, tuple[int, int]]
-    ranks: tuple[int, ...]
-    complete: bool
-    dry_run: bool
-    part: Share | None = None
-    """The part of the files that this process wrote, if several share them; ``files`` and ``nbytes`` count only that
-    part.
-    """
-    fetched: int = 0
-    """Bytes of weights that were fetched from a remote source."""
-    tried_again: int = 0
-    """The requests for weights and headers that were made again because an earlier one had failed."""
-    left_behind: tuple[str, ...] = ()
-    note: str | None = None
-    load: str | None = None
-    error: tuple[str, float] | None = None
-    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
-    relative to that of its numbers.
-    """
-    spent: Spent | None = None
-    """None if nothing was to be written."""
-
-    @property
-    def headline(self) -> str:
-        """What was done, to how many tensors and files, and how large they are."""
-        verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[self.command]
-        ranks, which = self.mesh.size, plural(self.mesh.size, "rank")
-        if len(self.ranks) < ranks:
-            which = f"{'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))} of {ranks}"
-        sources = f"{plural(self.source_mesh.size, 'rank')} of " if self.source_mesh.size > 1 else ""
-        would = f"would {self.command}" if self.dry_run else verb
-        into = "into one checkpoint" if self.command == "merge" else f"into {which}"
-        into += f", part {self.part.index} of {self.part.count}" if self.part is not None else ""
-        counts = f"{plural(self.tensors, 'tensor')} in {plural(self.files, 'file')}, {human_bytes(self.nbytes)}"
-        text = f"{would} {sources}{self.source} {into}: {counts}"
-        if self.command == "write":  # the source is as it was
-            text = f"{would} one checkpoint{into.removeprefix(f'into {which}')} from {self.source}: {counts}"
-        return text[0].upper() + text[1:]
-
-    def to_text(self, width: int | None = None) -> str:
-        """One paragraph, the command that loads the result, and where the time of a long run went."""
-        lines = [_paragraph(self)]
-        if self.load is not None and self.complete:
-            lines.append(f"Load it: {self.load}")
-        if self.spent is not None and sum(self.spent) >= LONG:
-            opening, moving, publishing = self.spent
-            lines.append(f"Time: opening {opening:.1f} s, moving {moving:.1f} s, publishing {publishing:.1f} s.")
-        return "\n".join(lines)
-
-
-def _paragraph(summary: Summary) -> str:
-    """What, how many tensors and files, bytes, seconds, padding, where."""
-    if summary.part is not None and not summary.files:
-        return "None of the files is for this process."
-    if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
-        return f"None of the files is left to write for this process: {_where(summary)}."
-    if not summary.ranks:
-        return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
-    parts = [summary.headline]
-    if summary.spent is not None:
-        seconds = sum(summary.spent)
-        parts[0] += f", in {seconds:.2f} s"
-        # with little data this is the time of starting, with a Hub id that of the download
-        if summary.written >= 100_000_000 and Path(summary.source).exists():
-            parts[0] += f" ({summary.written / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
-        if summary.written < summary.nbytes:
-            parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
-    if summary.fetched:
-        again = f", {plural(summary.tried_again, 'request')} tried again" if summary.tried_again else ""
-        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched{again}")
-    for axis, (full, padded) in summary.padding.items():
-        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge removes")
-    for axis, unit in summary.mesh.uneven:
-        units = f", which is cut in units of {unit:,}" if unit > 1 else ""
-        parts.append(f"the last ranks have less of {axis}{units}")
-    if summary.left_behind:
-        parts.append(f"left behind: {listed(summary.left_behind, 10)}, which the output has no place for")
-    parts += [summary.note] if summary.note else []
-    if summary.error is not None:
-        name, error = summary.error
-        parts.append(f"the largest relative error of a weight is {error:.2%} (root mean square, {name})")
-    parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
-    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
-
-
-def _where(summary: Summary) -> str:
-    if summary.complete:
-        return f"the result is {summary.out}"
-    place, what = summary.out, "parts" if summary.part is not None else "ranks"
-    if isinstance(place, Path) and staging_of(place).exists():
-        place = staging_of(place)
-    return f"other {what} are still missing: see `{shlex.join(['reshard', 'inspect', str(place)])}`"
 
 
 if TYPE_CHECKING:
@@ -286,16 +157,18 @@ def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
     """What an interrupted run leaves to the next."""
     mine = [target for target in targets if target.name in staging.share.files]
     is_there = {target.name for target in mine if target.name in staging.finished}
-    count = sum(t.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists())
+    count = sum(
+        t.layout.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists()
+    )
     if not count:
         return "nothing is kept"
-    total = human_bytes(sum(target.size for target in mine))
+    total = human_bytes(sum(target.layout.size for target in mine))
     return f"{human_bytes(count)} of {total} are kept: the same command goes on from there"
 
 
 def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> FileShare:
     """The files that this process writes: of some ranks, of its part, or all."""
-    sizes = {file.name: file.size for file in new.all_files}
+    sizes = {file.name: file.layout.size for file in new.all_files}
     label, files = WHOLE, frozenset(sizes)
     if part is not None:
         names, numbers = [*sizes], part.of_sizes([*sizes.values()])
@@ -334,7 +207,7 @@ def _summary(
     source, plan = new.source, new.plan
     tensors = len(plan.model.tensors)
     if share.label != WHOLE:
-        tensors = len({name for file in new.all_files if file.name in share.files for name, _ in file.places()})
+        tensors = len({name for file in new.all_files if file.name in share.files for name, _ in file.layout.places})
     where = start.folder if start.bucket is None else start.bucket.name
     full, notes = source.model.sizes.of({}), list[str]()
     if request.averaged is not None:
@@ -409,10 +282,10 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         places: dict[int, dict[str, TargetPlace]] = {}
         for file in part.files:
             file.path, of_rank = staging.path(file.name), places.setdefault(file.rank, {})
-            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.places())
+            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
         jobs += jobs_of(part.source, part.arrangement, places)
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
-    sizes = {file.name: file.size for file in files if file.name in staging.share.files}
+    sizes = {file.name: file.layout.size for file in files if file.name in staging.share.files}
     total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
     nbytes, fetched, before = total - todo, 0, tried_again()
 
@@ -425,7 +298,7 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
-    side_by_side = [(each.name, each.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
+    side_by_side = [(each.name, each.layout.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
         for file in files:

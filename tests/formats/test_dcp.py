@@ -26,7 +26,7 @@ from reshard.formats.files.dcp import (
     object_bytes,
     read_distributed,
 )
-from reshard.formats.files.torch_archive import Crc
+from reshard.formats.files.layout import Crc
 from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

@@ -12,6 +12,7 @@ import torch
 
 from reshard.formats.errors import LiveError
 from tests.live.processes import free_port, run
+from tests.live.trainers import Weights
 from tests.marks import of_ranks
 from tests.store import checkpoint
 
@@ -22,7 +23,6 @@ def either(rank: int, _: int, folder: Path, port: int, device: str | None, dies:
     """A trainer of one rank, or a receiver of one, whose weights are zero first. The receiver may die on the way."""
     import reshard
     from reshard.live import pull, push
-    from reshard.live.demo import Weights
     from reshard.live.wire import Wire
 
     model = Weights({name: tensor.cuda() for name, tensor in reshard.load(folder).items()})

@@ -14,10 +14,10 @@ from reshard.formats.notation.axes import Run
 from reshard.formats.notation.format_file import format_of, in_modules
 from reshard.live import document, placements, routes
 from reshard.live.meshes import target_of, trainer_state
+from reshard.live.page import page as page_of
 from reshard.live.routing import plan_push
 from reshard.live.sides import LiveState
 from reshard.pages.markup import WIDTHS
-from reshard.pages.push_page import push_page
 from reshard.source.opening import open_source
 from reshard.text import human_bytes
 from tests import zoo
@@ -167,13 +167,13 @@ def test_what_is_no_target(text: str) -> None:
 def test_more_ranks_than_a_plan_ends_for_are_refused(text: str, llama: Path) -> None:
     assert target_of("fsdp2:50000x2").ranks == 100_000
     for ends in ((text, "vllm:tp1"), ("fsdp2:2", text)):
-        done = command("plan", llama, "--from", ends[0], "--to", ends[1])
+        done = command("live", "plan", llama, "--from", ends[0], "--to", ends[1])
         assert (done.returncode, "ranks\nHint: give degrees of at most 100,000 ranks" in done.stderr) == (2, True)
 
 
 def test_more_parts_than_a_plan_ends_for_are_refused(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", config=LLAMA | {"num_hidden_layers": 5})
-    done = command("plan", model, "--from", "fsdp2:100000", "--to", "vllm:tp2")
+    done = command("live", "plan", model, "--from", "fsdp2:100000", "--to", "vllm:tp2")
     assert (done.returncode, *done.stderr.splitlines()) == (
         2, "Error: 'fsdp2:100000': 100,000 ranks would hold 4,800,000 parts of tensors",
         "Hint: a push is planned for at most 4,194,304, here of 87,381 ranks",
@@ -196,7 +196,7 @@ def test_what_cannot_be_pushed(llama: Path, source: str, target: str, why: str) 
 
 def test_the_picture(llama: Path) -> None:
     plan = routes(llama, source="fsdp2:3", target="vllm:tp2")
-    page = push_page(plan, "a push", 50e9)
+    page = page_of(plan, "a push", 50e9)
     for (sender, receiver), nbytes in plan.pairs().items():
         assert f"trainer {sender} to receiver {receiver}: {human_bytes(nbytes)}" in page
         assert f">{human_bytes(nbytes)}</text>" in page  # it stands in the cell
@@ -207,5 +207,5 @@ def test_the_picture(llama: Path) -> None:
 
 
 def test_ranks_are_drawn_in_groups(llama: Path) -> None:
-    page = push_page(routes(llama, source="fsdp2:70", target="vllm:tp1"), "a push", 50e9)
+    page = page_of(routes(llama, source="fsdp2:70", target="vllm:tp1"), "a push", 50e9)
     assert "trainers 0 to 1 to receiver 0" in page

@@ -20,7 +20,6 @@ import torch
 from reshard.cli.demo import CONFIG, write_model
 from reshard.commands.load import LoadRequest, load, load_rank
 from reshard.formats.errors import LiveError
-from reshard.live.demo import Weights
 from reshard.live.fence import Fence
 from reshard.live.meshes import arranged, target_of
 from reshard.live.process import Pull, Push, pull, push
@@ -28,6 +27,7 @@ from reshard.live.wire import Message
 from reshard.source.opening import open_source
 from tests.live.processes import free_port
 from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks, Told, stop_with_parent
+from tests.live.trainers import Weights
 from tests.marks import of_ranks, one_of_each, thorough
 
 SMALL = {

@@ -15,7 +15,6 @@ from torch import nn
 from reshard.formats.errors import LiveError
 from reshard.formats.notation.format_file import format_of
 from reshard.live import pull, push
-from reshard.live.demo import Weights
 from reshard.live.meshes import arranged, target_of, trainer_state
 from reshard.live.process import Pull
 from reshard.live.routing import Routes
@@ -23,6 +22,7 @@ from reshard.source.opening import open_source
 from tests import zoo
 from tests.live.combinations import part, whole_tensors
 from tests.live.processes import free_port
+from tests.live.trainers import Weights
 from tests.marks import one_of_each
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,21 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+
+class Weights(torch.nn.Module):
+    """The tensors of a checkpoint as parameters of nested modules, under their names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            module: torch.nn.Module = self
+            *path, leaf = name.split(".")
+            for step in path:
+                if not hasattr(module, step):
+                    module.add_module(step, torch.nn.Module())
+                module = module.get_submodule(step)
+            module.register_parameter(leaf, torch.nn.Parameter(tensor))
 
 
 def sharded(folder: Path, group: str, rank: int, world: int, *, empty: bool = False) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api import split
-from reshard.formats.files.torch_archive import Crc
+from reshard.formats.files.layout import Crc
 from reshard.move import jobs as crcs
 from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, parts_within, value_of
 from tests.marks import thorough

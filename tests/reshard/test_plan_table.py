@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from reshard.commands.plan import format_table, sources_text, stored_rows
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import architecture_from_document
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format_file import format_of, in_modules
 from reshard.mesh.plan import Plan, make_plan
-from reshard.mesh.totals import format_table, rows_of, totals_of
+from reshard.mesh.totals import rows_of, totals_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
-from reshard.placement.arrangement import arrangement_of, sources_text, stored_rows
+from reshard.placement.arrangement import arrangement_of
 
 # 8 query heads of 6 on 4 KV heads
 PHI3 = {

@@ -22,7 +22,7 @@ from reshard.move.jobs import Sizes
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
-from reshard.writing.rewrite import Summary
+from reshard.writing.summary import Summary
 from tests.forked import Forked
 from tests.marks import of_ranks, one_of_each, thorough
 from tests.slow import be_slow

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from reshard.api import load, merge, plan, split
+from reshard.commands.plan import uneven_lines
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.formats.files.safetensors import read_header
 from reshard.formats.mesh import Mesh
 from reshard.mesh.degrees import refusal, sweep, unevenly, valid_degrees
 from reshard.mesh.plan import make_plan, rank_config
-from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of, uneven_lines
+from reshard.mesh.totals import bytes_of_ranks, rows_of, totals_of
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.source.opening import open_source

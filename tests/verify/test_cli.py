@@ -30,6 +30,7 @@ from reshard.api import split
 from reshard.formats.files.safetensors import read_header
 from reshard.source.opening import open_source
 from reshard.text import human_bytes
+from reshard.verify import cli
 from tests import zoo
 from tests.marks import of_ranks, thorough
 from tests.support import change_tensor, command
@@ -189,7 +190,7 @@ def test_hostile_names_do_not_reach_the_terminal(model: Path, tmp_path: Path) ->
 
 
 def test_progress_on_a_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.verify._TICK", 0.02)
+    monkeypatch.setattr(cli, "_TICK", 0.02)
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen, ThreadPoolExecutor() as reader:
         shown = reader.submit(_all_of, screen)

@@ -25,6 +25,7 @@ import reshard
 from reshard.api import split
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.hints import in_python
+from reshard.formats.transformers_internals import quiet_transformers
 from reshard.verify.forward import compare, original, shards
 from reshard.verify.forward.compare import ForwardOptions, run_forward
 from reshard.verify.forward.job import Result, needs_of
@@ -36,7 +37,7 @@ from reshard.verify.rank.collectives import Groups
 from reshard.verify.rank.device import has_float64, names, resolve
 from reshard.verify.rank.gradients import loss_of
 from reshard.verify.rank.group import GPU, MEMORY, RankError, being, machine_fault, world
-from reshard.verify.rank.loading import compute_on, from_pretrained, on_disk, quiet_transformers
+from reshard.verify.rank.loading import compute_on, from_pretrained, on_disk
 from reshard.verify.rank.model import load_rank
 from reshard.verify.rank.roles import Rank
 from reshard.verify.rank.trace import inputs_of, random_ids

@@ -22,7 +22,7 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
-from reshard.verify.profile.blocks import skeleton
+from reshard.model.skeleton import skeleton
 from reshard.verify.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
 from reshard.verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
 from reshard.verify.profile.page import page

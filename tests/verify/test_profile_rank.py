@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
-from reshard.verify.profile.blocks import skeleton
+from reshard.model.skeleton import skeleton
 from reshard.verify.profile.cost import memory_of
 from reshard.verify.profile.job import Job, Span, Workload, layer_kinds, with_layers
 from reshard.verify.profile.rank import Account, Meter, is_enough, run_job

@@ -16,10 +16,9 @@ import torch
 
 from reshard.api import split
 from reshard.formats.errors import ReshardError
-from reshard.mesh.plan import dequantized
 from reshard.source.opening import open_source
 from reshard.source.source import Source
-from reshard.verify.forward.compare import ForwardOptions, run_forward
+from reshard.verify.forward.compare import ForwardOptions, dequantized, run_forward
 from reshard.verify.rank.group import RankError
 from reshard.verify.rank.loading import load_original
 from tests import zoo

@@ -22,8 +22,9 @@ from reshard.formats.files.checkpoint import open_checkpoint
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.store import local_folder, local_path
 from reshard.formats.torch_internals import TORCH_DTYPES
-from reshard.mesh.plan import Plan, dequantized, make_plan
-from reshard.model.model import padding_for
+from reshard.mesh.plan import Plan, make_plan
+from reshard.model.binding import belonging_of, bind
+from reshard.model.model import FullTensor, padding_for
 from reshard.source.source import Source
 from reshard.system import check_space
 from reshard.text import plural
@@ -66,8 +67,8 @@ def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
     device, world, options = device_of(job.options), job.plan.mesh.size, job.options
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
+    from reshard.formats.transformers_internals import quiet_transformers
     from reshard.verify.forward.shards import run_job
-    from reshard.verify.rank.loading import quiet_transformers
 
     try:
         with quiet_transformers(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False), ExitStack() as stack:
@@ -92,6 +93,24 @@ def device_of(options: RunSettings) -> str:
         message = "NVIDIA_TF32_OVERRIDE is set: a GPU then computes in TF32, with 10 bits, what is to be in float32"
         raise ReshardError(message, "unset it, or give --device cpu")
     return device
+
+
+def dequantized(plan: Plan) -> Plan:
+    """The plan of the same model on the same mesh, with plain weights in place of quantized ones."""
+    model, plain_tensors, weights = plan.model, [], set()
+    dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
+    for tensor in model.tensors:
+        belonging = belonging_of(tensor.name, dtypes, model.architecture, model.sizes)
+        if belonging is None:
+            plain_tensors.append(FullTensor(tensor.name, tensor.dtype, tensor.shape, "plan"))
+        else:
+            weights.add(belonging.weight)
+    if not weights:
+        return plan
+    missing = sorted(weights - {tensor.name for tensor in plain_tensors})
+    tensors = [*plain_tensors, *(FullTensor(name, "BF16", None, "plan") for name in missing)]
+    plain = bind(model.architecture, model.config, tensors, axes=model.sizes.measured)
+    return make_plan(plain, plan.mesh, padding=plan.padding)
 
 
 def _job(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:

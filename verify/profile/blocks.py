@@ -2,9 +2,6 @@
 
 It is transformers' own model, made parallel as ``verify`` makes it. The other layers are there in name alone: they pass
 on what the layer before them returned.
-
-Its plan comes from config.json alone (``skeleton``): the tensors that a checkpoint of it would hold, with rules, and
-without weights. Quantized weights are taken as plain ones.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,30 +19,21 @@ from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from reshard.formats.documents import read_config
-from reshard.formats.errors import CheckpointError, ReshardError, refused
-from reshard.formats.files.safetensors import DTYPE_NAMES, stated_dtype
-from reshard.formats.notation.architecture_files import find_architecture, load_architecture
-from reshard.formats.quantization.methods import without_quantization
-from reshard.formats.store import FilePath
+from reshard.formats.errors import CheckpointError
 from reshard.formats.torch_internals import own_buffers, own_parameters
 from reshard.formats.transformers_internals import (
     concrete_class,
     model_class,
-    not_saved,
     placements,
-    revert_weight_conversion,
+    quiet_transformers,
     settings_of,
-    tied_weights,
 )
 from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
-from reshard.model.binding import bind
-from reshard.model.model import AxisSizes, FullTensor, Model, check_members
 from reshard.verify.profile.job import LayerKind
 from reshard.verify.rank.collectives import Groups
 from reshard.verify.rank.layers import parallelise
-from reshard.verify.rank.loading import Loaded, quiet_transformers
+from reshard.verify.rank.loading import Loaded
 from reshard.verify.rank.model import for_input, localised
 from reshard.verify.rank.module_table import ModuleTable
 from reshard.verify.rank.roles import Rank
@@ -164,56 +151,3 @@ def _random(name: str, like: torch.Tensor, dtype: torch.dtype, device: torch.dev
     numbers = (torch.randn(size, generator=generator) / like.shape[-1] ** 0.5).to(value_dtype).to(device)
     repeated: torch.Tensor = numbers.repeat(-(-like.numel() // size))
     return repeated[: like.numel()].view(like.shape)
-
-
-# ---------------------------------------------------------------------------------------------------- config.json alone
-
-
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None = None) -> Model:
-    """The model that the config.json in a folder describes, its weights of one dtype: the given one, or what the config
-    states, of the model or of its language model, or bfloat16.
-
-    Raises ReshardError if transformers has no class for it or no rules cover it, and for an encoder beside a decoder.
-    """
-    config = read_config(folder / "config.json")
-    sections = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    stated = next(filter(None, map(stated_dtype, sections)), "BF16")
-    name = dtype or DTYPE_NAMES[stated]
-    if name not in DTYPES:
-        raise refused("dtype", name, f"the dtypes are {', '.join(DTYPES)}")
-    plain = {**_with_dtype(without_quantization(config), name), "dtype": name}
-    architecture = load_architecture(plan_file) if plan_file else find_architecture(plain, folder)
-    if plain.get("is_encoder_decoder"):
-        what = plain.get("model_type", "this model")
-        raise ReshardError(f"profile runs one stack of layers: {what} has an encoder beside its decoder")
-    for axis, count in AxisSizes(architecture, plain, {}).counts.items():
-        check_members(axis, count, 0)  # transformers makes a module of each
-    tensors = [FullTensor(key, DTYPES[name], shape, "config.json") for key, shape in _shapes(plain).items()]
-    return bind(architecture, plain, tensors)
-
-
-def _with_dtype(settings: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The same settings, with one dtype wherever they state any."""
-    nested = {key: _with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in settings.items()}
-    stated = {key for key in ("dtype", "torch_dtype") if isinstance(settings.get(key), str)}
-    return nested | dict.fromkeys(stated, dtype)
-
-
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name on disk and shape of each tensor that transformers would save."""
-    try:
-        cls = concrete_class(model_class(config), config)
-        with quiet_transformers(), torch.device("meta"), no_init_weights():
-            model = cls(transformers.AutoConfig.for_model(**settings_of(config)))
-        tied, ignored = tied_weights(model), not_saved(model)
-        saved = ((key, tensor) for key, tensor in model.state_dict().items() if key not in tied)
-        state = {key: tensor for key, tensor in saved if not any(re.search(pattern, key) for pattern in ignored)}
-        return {key: tuple(tensor.shape) for key, tensor in revert_weight_conversion(model, state).items()}
-    except Exception as error:  # whatever the constructors of transformers raise
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"config.json: transformers builds no model of it: {type(error).__name__}: {text}"
-        ) from error

@@ -25,6 +25,7 @@ from transformers import StaticCache
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.torch_internals import TorchDispatchMode, tree_leaves
+from reshard.formats.transformers_internals import quiet_transformers
 from reshard.text import human_time
 from reshard.verify.profile.blocks import Blocks, build
 from reshard.verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
@@ -32,7 +33,6 @@ from reshard.verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from reshard.verify.rank.device import names, stream
 from reshard.verify.rank.gradients import sum_where_ranks_part
 from reshard.verify.rank.group import say, world
-from reshard.verify.rank.loading import quiet_transformers
 from reshard.verify.rank.roles import Rank
 from reshard.verify.rank.trace import running
 

@@ -29,7 +29,7 @@ _LESS = "give a smaller batch or seq, or another degree"
 
 def profile(folder: FilePath, node: Node, request: ProfileRequest, progress: Callable[[str], None]) -> Profile:
     """Profile the model of the config.json in a folder on a node. Raises ReshardError."""
-    from reshard.verify.profile.blocks import skeleton
+    from reshard.model.skeleton import skeleton
 
     model = skeleton(folder, request.dtype, request.plan_file)
     if model.config["dtype"] == "bfloat16" and not has_bfloat16(node.device):

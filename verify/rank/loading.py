@@ -7,15 +7,12 @@ in.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate.hooks import AlignDevicesHook
 from huggingface_hub.errors import StrictDataclassError
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
@@ -23,7 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.quantization.companions import is_of_activations
 from reshard.formats.quantization.methods import quantization_settings, scheme_of
-from reshard.formats.transformers_internals import model_class, placements
+from reshard.formats.transformers_internals import model_class, placements, quiet_transformers
 from reshard.mesh.plan import Plan
 from reshard.verify.rank.group import machine_fault
 
@@ -173,18 +170,3 @@ def _check_filled(folder: Path, info: Mapping[str, Any]) -> None:
     if missing:
         what = f"no tensor fills '{missing[0]}' of transformers' model ({len(missing)} in all)"
         raise UnfitError(f"{folder}: {what}", missing[0])
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' reports and progress bars of loading to ourselves: what matters becomes an error."""
-    level, accelerate = transformers.logging.get_verbosity(), logging.getLogger("accelerate.big_modeling")
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    accelerate_level = accelerate.level
-    accelerate.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        accelerate.setLevel(accelerate_level)

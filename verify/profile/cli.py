@@ -75,7 +75,7 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     say: Callable[[str], None] = (lambda _: None) if as_json else print_note
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         say("reading config.json")
-        from reshard.verify.command import profile  # it imports torch, which takes a while
+        from reshard.verify.profile.command import profile  # it imports torch, which takes a while
 
         result = profile(request, say)
     from reshard.verify.profile.words import document_of

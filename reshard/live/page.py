@@ -12,7 +12,7 @@ MOST = 64
 """More ranks of a side are drawn in groups of neighbours."""
 
 
-def push_page(routes: Routes, title: str, link: float, line: str = "reshard plan") -> str:
+def page(routes: Routes, title: str, link: float, line: str = "reshard live") -> str:
     """The text of the page; ``link`` is how many bytes a rank sends or receives in a second."""
     pairs = routes.pairs()
     properties = [
@@ -42,7 +42,7 @@ def push_page(routes: Routes, title: str, link: float, line: str = "reshard plan
     ]
     labels, description = [_label("receiver", ranks) for ranks in receivers], plural(len(pairs), "pair") + " of ranks"
     picture = matrix(rows, labels, "Who sends how much to whom", description)
-    return html_page("reshard/pages/push_page.html", title, line, properties=properties, picture=picture)
+    return html_page("reshard/live/page.html", title, line, properties=properties, picture=picture)
 
 
 def _label(role: str, ranks: range) -> str:

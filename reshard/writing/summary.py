@@ -1,0 +1,141 @@
+"""The answer of a command that writes: what was done, or would be, and where the time went."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.formats.errors import listed
+from reshard.formats.mesh import Mesh
+from reshard.store.staging_names import staging_of
+from reshard.system import Share
+from reshard.text import Result, human_bytes, plural
+
+LONG = 1.0
+"""Seconds of a run that is worth a line on where the time went."""
+
+
+class Spent(NamedTuple):
+    """Where the time went, in seconds."""
+
+    opening: float
+    """Opening the source, with any download of it, and planning."""
+    moving: float
+    """Reading and writing weight files."""
+    publishing: float
+    """All that comes after that, and uploading."""
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Result):
+    """What a split or merge did, or would do with ``dry_run``.
+
+    ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
+    size before and after for each padded axis. ``left_behind`` names what the source has besides the model, ``note`` is
+    what a reader of the output must know, ``load`` the command that loads another program's format.
+    """
+
+    command: str
+    source: str
+    out: Path | str
+    source_mesh: Mesh
+    mesh: Mesh
+    tensors: int
+    files: int
+    nbytes: int
+    written: int
+    padding: Mapping[str, tuple[int, int]]
+    ranks: tuple[int, ...]
+    complete: bool
+    dry_run: bool
+    part: Share | None = None
+    """The part of the files that this process wrote, if several share them; ``files`` and ``nbytes`` count only that
+    part.
+    """
+    fetched: int = 0
+    """Bytes of weights that were fetched from a remote source."""
+    tried_again: int = 0
+    """The requests for weights and headers that were made again because an earlier one had failed."""
+    left_behind: tuple[str, ...] = ()
+    note: str | None = None
+    load: str | None = None
+    error: tuple[str, float] | None = None
+    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
+    relative to that of its numbers.
+    """
+    spent: Spent | None = None
+    """None if nothing was to be written."""
+
+    @property
+    def headline(self) -> str:
+        """What was done, to how many tensors and files, and how large they are."""
+        verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[self.command]
+        ranks, which = self.mesh.size, plural(self.mesh.size, "rank")
+        if len(self.ranks) < ranks:
+            which = f"{'ranks' if len(self.ranks) > 1 else 'rank'} {', '.join(map(str, self.ranks))} of {ranks}"
+        sources = f"{plural(self.source_mesh.size, 'rank')} of " if self.source_mesh.size > 1 else ""
+        would = f"would {self.command}" if self.dry_run else verb
+        into = "into one checkpoint" if self.command == "merge" else f"into {which}"
+        into += f", part {self.part.index} of {self.part.count}" if self.part is not None else ""
+        counts = f"{plural(self.tensors, 'tensor')} in {plural(self.files, 'file')}, {human_bytes(self.nbytes)}"
+        text = f"{would} {sources}{self.source} {into}: {counts}"
+        if self.command == "write":  # the source is as it was
+            text = f"{would} one checkpoint{into.removeprefix(f'into {which}')} from {self.source}: {counts}"
+        return text[0].upper() + text[1:]
+
+    def to_text(self, width: int | None = None) -> str:
+        """One paragraph, the command that loads the result, and where the time of a long run went."""
+        lines = [_paragraph(self)]
+        if self.load is not None and self.complete:
+            lines.append(f"Load it: {self.load}")
+        if self.spent is not None and sum(self.spent) >= LONG:
+            opening, moving, publishing = self.spent
+            lines.append(f"Time: opening {opening:.1f} s, moving {moving:.1f} s, publishing {publishing:.1f} s.")
+        return "\n".join(lines)
+
+
+def _paragraph(summary: Summary) -> str:
+    """What, how many tensors and files, bytes, seconds, padding, where."""
+    if summary.part is not None and not summary.files:
+        return "None of the files is for this process."
+    if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
+        return f"None of the files is left to write for this process: {_where(summary)}."
+    if not summary.ranks:
+        return f"Of {plural(summary.mesh.size, 'rank')} none is left to write for this process: {_where(summary)}."
+    parts = [summary.headline]
+    if summary.spent is not None:
+        seconds = sum(summary.spent)
+        parts[0] += f", in {seconds:.2f} s"
+        # with little data this is the time of starting, with a Hub id that of the download
+        if summary.written >= 100_000_000 and Path(summary.source).exists():
+            parts[0] += f" ({summary.written / max(seconds, 1e-9) / 1e9:.2f} GB/s)"
+        if summary.written < summary.nbytes:
+            parts.append(f"{human_bytes(summary.nbytes - summary.written)} of that had been written before")
+    if summary.fetched:
+        again = f", {plural(summary.tried_again, 'request')} tried again" if summary.tried_again else ""
+        parts.append(f"{human_bytes(summary.fetched)} of the weights were fetched{again}")
+    for axis, (full, padded) in summary.padding.items():
+        parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge removes")
+    for axis, unit in summary.mesh.uneven:
+        units = f", which is cut in units of {unit:,}" if unit > 1 else ""
+        parts.append(f"the last ranks have less of {axis}{units}")
+    if summary.left_behind:
+        parts.append(f"left behind: {listed(summary.left_behind, 10)}, which the output has no place for")
+    parts += [summary.note] if summary.note else []
+    if summary.error is not None:
+        name, error = summary.error
+        parts.append(f"the largest relative error of a weight is {error:.2%} (root mean square, {name})")
+    parts.append(f"nothing was written to {summary.out}" if summary.dry_run else _where(summary))
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _where(summary: Summary) -> str:
+    if summary.complete:
+        return f"the result is {summary.out}"
+    place, what = summary.out, "parts" if summary.part is not None else "ranks"
+    if isinstance(place, Path) and staging_of(place).exists():
+        place = staging_of(place)
+    return f"other {what} are still missing: see `{shlex.join(['reshard', 'inspect', str(place)])}`"

@@ -16,7 +16,6 @@ from reshard.formats.files.checkpoint import CONFIG, METADATA
 from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
@@ -69,20 +68,20 @@ class Structure:
             path = shards.path / name
             if name not in compared and path.is_file() and read_file(path) != content:
                 self.problems.append(f"{path}: is not the original's")
-        side, present = {*self.original.side_files}, {*shards.side_files}
-        expected = {*side, *documents, *(file.name for file in shards.files.values())}
-        lacking = sorted(name for name in expected if not (shards.path / name).is_file())
-        if shards.format is HUGGING_FACE:
-            self.missing += sorted(side - present)
-            self.extra += sorted(present - side)
-        elif shards.format.plain or shards.manifest is not None:
+        expected = {*self.original.side_files, *documents, *(file.name for file in shards.files.values())}
+        computed = {name for name, content in shards.side_files.items() if isinstance(content, bytes)}
+        lacking = sorted(name for name in expected - computed if not (shards.path / name).is_file())
+        extra = folder.extra_entries(shards, expected)
+        if shards.checkpoint is not None or shards.format.plain or shards.manifest is not None:
+            also = {*self.original.strays} if shards.checkpoint is not None else set[str]()  # a copy has them, too
             self.missing += lacking
-            self.extra += folder.extra_entries(shards, expected)
+            self.extra += [name for name in extra if name not in also]
+            self.not_compared += [name for name in extra if name in also]
         else:
             own = {name for name, content in documents.items() if content is None and not name.endswith(METADATA)}
             self.not_compared += sorted(own - {*lacking})
             self.not_compared += [f"{name} (not there)" for name in lacking]
-            self.not_compared += folder.extra_entries(shards, expected)
+            self.not_compared += extra
         self._check_identity()
         if not (self.missing or self.extra or self.problems):
             self.configs += folder.header_differences(self.original, shards, plan)

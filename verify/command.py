@@ -31,6 +31,7 @@ from reshard.verify.bytes.comparison import Progress, no_progress
 from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
+from reshard.verify.bytes.structure import Structure
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
 from reshard.verify.profile.job import ProfileRequest
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
@@ -67,7 +68,7 @@ def verify(request: VerifyRequest) -> Answer:
     """
     answer = request.begin()
     attempt(answer, request, Display(lambda: nullcontext(request.progress)))
-    if answer.error is not None and answer.verdict == "unchecked":
+    if answer.error is not None and answer.exit_code == 2:
         if answer.exact is not None:
             answer.error.add_note(exact_summary(answer.exact))
         raise answer.error
@@ -94,7 +95,7 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     original, place, shards = _open(request)
     check_original(original, _typed(request))
     answer.plan = _own_plan(original, shards, request)
-    can_run, job = False, None
+    can_run, job, structure = False, None, None
     if crew is None or crew.is_first:
         structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
         if isinstance(structure, ExactReport):
@@ -131,7 +132,7 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
         with _timed(answer, "engine"), display.phases() as say:
             answer.engine = run_engine(original, shards, _engine_options(request), say)
     if answer.exit_code == 1:
-        answer.notes += _advice(original, place, shards)
+        answer.notes += _advice(original, place, shards, structure)
     if isinstance(shards, Source) and answer.exact is not None:
         chosen = next((name for name in ("quantize", "dtype") if getattr(request, name)), None)
         answer.evidence = [*evidence_of(answer, original, shards, chosen)]
@@ -332,9 +333,11 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
     return Unmerged(base, local_folder(original.path), is_alone=True)
 
 
-def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> Iterator[str]:
-    """The option with which shards were split, perhaps: if one side alone is quantized, or they have a dtype that the
-    original has not.
+def _advice(
+    original: Source, place: FilePath, shards: Source | ExactReport, structure: Structure | ExactReport | None
+) -> Iterator[str]:
+    """The option with which shards were split, perhaps: if one side alone is quantized, or some of their tensors have
+    another dtype than planned, which the original has not.
     """
     with suppress(ReshardError):  # it was said what is wrong with them
         config = shards.read_config() if isinstance(shards, Source) else read_config(place / "config.json")
@@ -344,9 +347,9 @@ def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> 
             option = "--dequantize" if was else "--quantize fp8-block"
             yield f"{what}. If they were split with {option}, give it here, too."
             return
-    if isinstance(shards, Source) and original.cast is None:
-        theirs, own = ({info.dtype for of in side.ranks for info in of.values()} for side in (shards, original))
-        for name in [name for name, dtype in CASTS.items() if dtype in theirs - own][:1]:
+    if isinstance(structure, Structure) and original.cast is None:
+        own = {info.dtype for of in original.ranks for info in of.values()}
+        for name in [name for name, dtype in CASTS.items() if dtype in structure.other_dtypes - own][:1]:
             yield f"These have weights in {name}, the original has none. If it was cast, give --dtype {name}, too."
 
 

@@ -21,6 +21,8 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
     name = original.model.architecture.name
     by = f"the plan {answer.plan.name}" if answer.plan is not None else f"the built-in rules of '{name}'"
     yield f"bytes by {by}"
+    if original.is_split:
+        yield "the original as a merge of it puts it together"
     if chosen is not None:
         yield f"split's own choice of the weights that '{chosen}' leaves alone"
     if answer.forward is not None:

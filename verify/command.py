@@ -128,7 +128,9 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
         from reshard.verify.forward.compare import run  # torch
 
         with _timed(answer, "forward"), display.phases() as say:
-            answer.forward = run(job or _forward_job(request, original, shards), say)
+            job = job or _forward_job(request, original, shards)
+            is_equal = answer.exact is not None and answer.exact.verdict == "same"
+            answer.forward = run(replace(job, has_equal_bytes=is_equal), say)
     if can_run and request.engine is not None and not isinstance(shards, ExactReport):
         from reshard.verify.engine.compare import run_engine  # torch
 

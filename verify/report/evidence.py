@@ -30,6 +30,8 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
         yield f"a forward by transformers {version} on {answer.forward.device}"
     else:
         yield "no forward"
+        if shards.stated is not None:
+            yield "split's own code for the sizes in each rank's config.json"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 

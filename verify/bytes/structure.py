@@ -32,8 +32,8 @@ class Structure:
 
     ``arrangement`` is the original's on the shards' mesh. ``comparable`` has, for each stored tensor, the ranks (or
     files with chunks) whose part has the planned dtype and shape. ``not_compared`` has files that cannot be checked,
-    ``of_any_mesh`` says that the files have no mesh. ``other_dtypes`` are those that tensors have
-    instead of the planned ones.
+    ``of_any_mesh`` says that the files have no mesh. ``other_dtypes`` are those that tensors have instead of
+    planned ones.
     """
 
     original: Source

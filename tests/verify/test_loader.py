@@ -237,7 +237,11 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        ("llama", {"tp": 2}, "It rests on bytes by the built-in rules of 'llama'; no forward."),
+        (
+            "llama",
+            {"tp": 2},
+            "rests on bytes by the built-in rules of 'llama'; no forward; split's own sizes of the ranks.",
+        ),
         (
             "llama",
             {"tp": 2, "format": "vllm"},

@@ -31,7 +31,7 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
     else:
         yield "no forward"
         if shards.stated is not None:
-            yield "split's own code for the sizes in each rank's config.json"
+            yield "split's own sizes of the ranks"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 

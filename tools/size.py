@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(42, 6729, 681, 105),
-    "reshard": Size(114, 17149, 1481, 191),
-    "verify": Size(61, 6958, 639, 104),
+    "formats": Size(43, 6793, 688, 106),
+    "reshard": Size(115, 16984, 1474, 191),
+    "verify": Size(64, 7290, 661, 104),
 }
 
 _NOT_CODE = {

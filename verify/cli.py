@@ -77,13 +77,17 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
 
     ORIGINAL is the full checkpoint, SHARDS what 'reshard split' or another program wrote, in any format that 'reshard
     formats' lists. Either is a folder, a Hub id or a URL. With --exact-only, what is not on this machine is read where
-    it is; otherwise it is downloaded into the cache first.
+    it is; otherwise it is downloaded into the cache first. If ORIGINAL is split, or is what a trainer saved, its bytes
+    alone are compared.
+
+    The bytes rest on the rules that 'reshard split' has. A wrong rule of a model shows in the forward pass, which is
+    transformers', one of a format in --loader or --engine alone. The verdict says what it rests on.
 
     With a launcher of your own: torchrun --nproc-per-node N -m reshard.verify ORIGINAL SHARDS. Only the first rank
     prints.
 
-    Exit code 0: the same. 1: different. 2: it could not be checked. 3: an adapter without effect. (torchrun ends with 1
-    for every code but 0.)
+    Exit code 0: the same. 1: different. 2: it could not be checked, or files are missing. 3: an adapter without effect.
+    (torchrun ends with 1 for every code but 0.)
     """
     from reshard.verify.command import SILENT, Display, VerifyRequest, attempt, needs
     from reshard.verify.ending import one_line_when_interrupted

@@ -4,7 +4,6 @@ and then runs the model, unless the shards cannot be run.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import Counter
@@ -26,11 +25,12 @@ from reshard.source.opening import Access, Place, find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import Taken, default, system_errors
-from reshard.transforms.opening import open_any
+from reshard.transforms.opening import merged, open_any
 from reshard.verify.bytes.comparison import Progress, no_progress
-from reshard.verify.bytes.exact import check_original, compare_bytes, open_shards, structure_of
+from reshard.verify.bytes.exact import compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.rules import own_rules
+from reshard.verify.bytes.structure import Structure
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
 from reshard.verify.report.evidence import evidence_of
@@ -65,7 +65,7 @@ def verify(request: VerifyRequest) -> Answer:
     """
     answer = request.begin()
     attempt(answer, request, Display(lambda: nullcontext(request.progress)))
-    if answer.error is not None and answer.verdict == "unchecked":
+    if answer.error is not None and answer.exit_code == 2:
         if answer.exact is not None:
             answer.error.add_note(exact_summary(answer.exact))
         raise answer.error
@@ -90,16 +90,20 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     Raises ReshardError for what cannot be checked.
     """
     original, place, shards = _open(request)
-    check_original(original, _typed(request))
     answer.plan = _own_plan(original, shards, request)
-    can_run, job = False, None
+    can_run, job, structure = False, None, None
+    wants_forward = answer.wants_forward and not original.is_split
+    if original.is_split and (request.engine is not None or request.loader is not None):
+        raise _not_run(request)
+    if answer.wants_forward and original.is_split:
+        answer.notes.append(f"No forward was run: {_not_run(request).message}.")
     if crew is None or crew.is_first:
         structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
         if isinstance(structure, ExactReport):
             answer.exact = structure
         else:
             if not (structure.missing or structure.problems):
-                job = _forward_job(request, original, structure.shards) if answer.wants_forward else None
+                job = _forward_job(request, original, structure.shards) if wants_forward else None
                 if request.engine is not None:
                     from reshard.verify.engine.compare import check_run  # torch
 
@@ -110,9 +114,9 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
             with _timed(answer, "bytes"), display.bytes() as compared:
                 answer.exact = compare_bytes(structure, compared)
             can_run = answer.exact.comparable
-            if not can_run and answer.wants_forward:
+            if not can_run and wants_forward:
                 answer.notes.append("The forward was not run: these are not the original's tensors.")
-    is_wanted = can_run and answer.wants_forward
+    is_wanted = can_run and wants_forward
     if crew is not None:
         is_wanted = crew.agree(is_wanted)
     if is_wanted:
@@ -122,14 +126,16 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
         from reshard.verify.forward.compare import run  # torch
 
         with _timed(answer, "forward"), display.phases() as say:
-            answer.forward = run(job or _forward_job(request, original, shards), say)
+            job = job or _forward_job(request, original, shards)
+            is_equal = answer.exact is not None and answer.exact.verdict == "same"
+            answer.forward = run(replace(job, has_equal_bytes=is_equal), say)
     if can_run and request.engine is not None and not isinstance(shards, ExactReport):
         from reshard.verify.engine.compare import run_engine  # torch
 
         with _timed(answer, "engine"), display.phases() as say:
             answer.engine = run_engine(original, shards, _engine_options(request), say)
     if answer.exit_code == 1:
-        answer.notes += _advice(original, place, shards)
+        answer.notes += _advice(original, place, shards, structure)
     if isinstance(shards, Source) and answer.exact is not None:
         chosen = next((name for name in ("quantize", "dtype") if getattr(request, name)), None)
         answer.evidence = [*evidence_of(answer, original, shards, chosen)]
@@ -153,14 +159,10 @@ def _check_machine(request: VerifyRequest) -> None:
         check_engine(_engine_options(request).python)
 
 
-def _typed(request: VerifyRequest) -> str:
-    """Both checkpoints, as they are given to another command, with what is needed to read them."""
-    places = {"ORIGINAL": request.original, "SHARDS": request.shards}
-    words = [str(place) if re.fullmatch(r"[^\s']+", str(place)) else name for name, place in places.items()]
-    for name, option in (("config", "config"), ("plan_file", "plan"), ("dtype", "dtype")):
-        value = getattr(request, name)
-        words += [f"--{option} {value}"] if value is not None else []
-    return " ".join(words)
+def _not_run(request: VerifyRequest) -> CheckpointError:
+    """Why the original does not run: it is split, or what a trainer saved."""
+    message = f"{request.original} is no full checkpoint, which alone runs"
+    return CheckpointError(message, "'reshard merge' writes one of it: give that")
 
 
 def _ask(python: str, original: Source, shards: Source, progress: Callable[[str], None]) -> LoaderReport:
@@ -202,7 +204,8 @@ def _own_plan(original: Source, shards: Source | ExactReport, access: Access) ->
     """The plan that is not a built-in one: the user's file, or the rules that the shards say they were split by."""
     if isinstance(shards, ExactReport):
         return None
-    differences = own_rules(shards.plan, original.model.architecture)
+    modules = original.model.architecture if not original.is_split else None  # they are for a forward
+    differences = own_rules(shards.plan, modules)
     if access.plan_file is None and not differences:
         return None
     name = str(access.plan_file) if access.plan_file is not None else f"of {shards.path}"
@@ -278,7 +281,8 @@ def needs(request: VerifyRequest) -> Needs:
         raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
     _check_machine(request)
     original, _, shards = _open(request)
-    check_original(original, _typed(request))
+    if original.is_split:
+        raise _not_run(request)
     if isinstance(shards, ExactReport):
         raise CheckpointError(shards.problems[0])
     from reshard.verify.forward.compare import needs as needs_of  # torch
@@ -291,7 +295,13 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
     is_run = not request.exact_only or request.engine is not None or request.loader is not None
     weights = Weights.FILES if is_run or request.download else Weights.RANGES
     try:
-        original = open_any(request.original, request, weights)
+        original = open_any(request.original, replace(request, dtype=None), weights)
+        if original.is_split and original.checkpoint is None:
+            original = merged(original, _plan_file(request))
+        if request.dtype is not None:
+            from reshard.transforms.cast import cast  # numpy
+
+            original = cast(original, str(request.dtype))
     except PlanError as error:
         if request.plan_file is not None:
             raise
@@ -330,9 +340,11 @@ def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:
     return Unmerged(base, local_folder(original.path), is_alone=True)
 
 
-def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> Iterator[str]:
-    """The option with which shards were split, perhaps: if one side alone is quantized, or they have a dtype that the
-    original has not.
+def _advice(
+    original: Source, place: FilePath, shards: Source | ExactReport, structure: Structure | ExactReport | None
+) -> Iterator[str]:
+    """The option with which shards were split, perhaps: if one side alone is quantized, or some of their tensors have
+    another dtype than planned, which the original has not.
     """
     with suppress(ReshardError):  # it was said what is wrong with them
         config = shards.read_config() if isinstance(shards, Source) else read_config(place / "config.json")
@@ -342,7 +354,7 @@ def _advice(original: Source, place: FilePath, shards: Source | ExactReport) -> 
             option = "--dequantize" if was else "--quantize fp8-block"
             yield f"{what}. If they were split with {option}, give it here, too."
             return
-    if isinstance(shards, Source) and original.cast is None:
-        theirs, own = ({info.dtype for of in side.ranks for info in of.values()} for side in (shards, original))
-        for name in [name for name, dtype in CASTS.items() if dtype in theirs - own][:1]:
+    if isinstance(structure, Structure) and original.cast is None:
+        own = {info.dtype for of in original.ranks for info in of.values()}
+        for name in [name for name, dtype in CASTS.items() if dtype in structure.other_dtypes - own][:1]:
             yield f"These have weights in {name}, the original has none. If it was cast, give --dtype {name}, too."

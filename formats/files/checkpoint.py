@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
-from reshard.formats.errors import CheckpointError, brief, listed
+from reshard.formats.errors import CheckpointError, IncompleteError, brief, listed
 from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, build_header, read_header
 from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
@@ -163,7 +163,7 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
     if not names:
         file = min(missing)
         tensor = next(tensor for tensor in indexed if indexed[tensor] == file)
-        raise CheckpointError(
+        raise IncompleteError(
             f"{path / str(index_name)}: tensor {tensor!r} is said to lie in {file!r}, which does not exist",
             "fetch the missing file, or write the index again",
         )
@@ -311,7 +311,7 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
     part = _SERIES.fullmatch(names[0])
     if part is not None and int(part["count"]) > 1:
         count = sum(name.endswith(f"-of-{part['count']}.safetensors") for name in names)
-        raise CheckpointError(
+        raise IncompleteError(
             f"{folder}: {count} of {int(part['count'])} files are there ({names[0]}), and no {_SAFE_INDEX}",
             "fetch the other files too",
         )

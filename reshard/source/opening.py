@@ -146,8 +146,8 @@ def open_folder(
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
         raise folder.damage
-    if folder.manifest is not None and not is_known:
-        _check_recorded(path, folder.manifest)
+    if folder.manifest is not None:
+        _check_recorded(path, folder.manifest, with_sizes=not is_known)
     may_choose = folder.kind == "full" or any(f.files.is_distributed or f.modules for f in folder.formats)
     if folder.beginning is not None and not may_choose:
         raise ChoiceError(f"{path} has one model", "leave out --weights")
@@ -160,15 +160,15 @@ def open_folder(
     return _open_full(folder, model, adapted, is_part=is_part)
 
 
-def _check_recorded(path: FilePath, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all files of ranks that a manifest lists are there, with their sizes."""
+def _check_recorded(path: FilePath, manifest: Manifest, *, with_sizes: bool) -> None:
+    """Raise CheckpointError unless all files of ranks that a manifest lists are there, ``with_sizes`` with theirs."""
     for rank, records in manifest.ranks.items():
         if lacking := [record.name for record in records if not (path / record.name).is_file()]:
             all_of_it = f"{path}: the files of rank {rank} of {manifest.identity.mesh.size} are missing ({lacking[0]})"
             one = f"{path / lacking[0]} is missing, {MANIFEST} lists it"
             what = all_of_it if len(lacking) == len(records) else one
             raise IncompleteError(what, "bring the files of all ranks together")
-        for file, size in ((path / record.name, record.size) for record in records):
+        for file, size in ((path / record.name, record.size) for record in (records if with_sizes else ())):
             if file.stat().st_size != size:
                 raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
 

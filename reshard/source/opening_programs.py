@@ -217,7 +217,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         if format.container.chunks and not format.files.is_distributed:
             ranks, chunks = read_chunked(folder, files)
         elif not format.container.chunks:
-            ranks = read_ranks(folder, format, files, folder.mesh)
+            ranks = read_ranks(folder, format, files, folder.mesh or (split.mesh if split else None))
     if known is not None:
         config, architecture = dict(known.config), known.architecture
     else:

@@ -129,6 +129,13 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     return opened
 
 
+def merged(source: Source, plan_file: Path | None = None) -> Source:
+    """The full checkpoint that a merge of a split source would write, put together as it is read."""
+    from reshard.transforms.tensors import changed, tensors_of  # numpy
+
+    return _transformed(changed(source, source.display_name, tensors_of(source)), source, plan_file)
+
+
 def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:
     """What was computed of a source, as a source."""
     source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)

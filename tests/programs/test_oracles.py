@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.safetensors import build_header, read_header
+from reshard.source.opening import open_source
+from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
+from tests.programs.test_torchtitan import bits, of_torchtitan
 from tests.support import contents
+from tests.wrong_rules import swapped
+from tests.zoo import class_of
 
 VLLM = [
     (path.stem, mesh)
@@ -97,6 +104,59 @@ def test_the_way_back_restores_every_byte(form: str, model: str, mesh: str, tmp_
     (tmp_path / "out" / "reshard.json").unlink()
     merge(tmp_path / "out", tmp_path / "without")
     assert _weights(tmp_path / "without") == _weights(original)
+
+
+def _of_torchtitan(_: str, original: Path, folder: Path) -> bool:
+    wanted = of_torchtitan(original, "qkv_linear.", "lm_head")
+    found: dict[str, Any] = {key: torch.zeros_like(each) for key, each in wanted.items()}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return bits(found) == bits(wanted)
+
+
+def _of_transformers(_: str, original: Path, folder: Path) -> bool:
+    found, wanted = (class_of(each).from_pretrained(each).state_dict() for each in (folder, original))
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def _of_vllm(case: str, _: Path, folder: Path) -> bool:
+    return module("vllm", "check").check(*case.split("-"), folder) == []
+
+
+def _of(oracle: str) -> Callable[[str, Path, Path], bool]:
+    return lambda case, _, folder: problem(oracle, case, folder) is None
+
+
+MLP, EXPERT = "model.layers.{layer}.mlp.", "model.layers.{layer}.mlp.experts.{expert}."
+GATE_UP = {
+    "vllm.toml": ("vllm", "llama-tp2", ("**.gate_proj.*", "**.up_proj.*"), _of_vllm),
+    "meta.toml": ("meta", "llama3-mp2", (f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"), _of("meta")),
+    "deepseek.toml": ("deepseek", "deepseek_v3-mp2", (f"{EXPERT}gate_proj.*", f"{EXPERT}up_proj.*"), _of("deepseek")),
+    "megatron.toml": ("megatron", "llama-te-tp2", (f"{MLP}gate_proj.*", f"{MLP}up_proj.*"), _of("megatron")),
+    "megatron-legacy.toml": ("megatron", "llama-te-tp2", (f"{MLP}gate_proj.*", f"{MLP}up_proj.*"), _of("megatron")),
+    "torchtitan.toml": (None, "qwen3", (f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"), _of_torchtitan),
+    "transformers.json": (
+        None, "qwen3_moe", (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"), _of_transformers,
+    ),
+}  # fmt: skip
+"""Of each format's data: an oracle's case, two sources of the same shape, and who knows which is which."""
+
+
+@pytest.mark.parametrize("file", GATE_UP)
+def test_two_sources_that_are_exchanged_are_seen(file: str, tmp_path: Path) -> None:
+    """By what the program itself holds. The bytes are mapped back by the same lines, and are the original's."""
+    oracle, case, sources, is_right = GATE_UP[file]
+    original = checkpoint(oracle, case.partition("-")[0]) if oracle is not None else store.checkpoint(case)
+    form, of_data = file.partition(".")[0], "megatron.toml" if file.startswith("megatron") else file
+    with swapped(tmp_path, of_data, *sources):
+        split(original, tmp_path / "wrong", tp=2, format=form)
+        assert verify_exact(open_source(original), tmp_path / "wrong").verdict == "same"
+    split(original, tmp_path / "right", tp=2, format=form)
+    assert [is_right(case, original, tmp_path / out) for out in ("right", "wrong")] == [True, False]
+
+
+def test_each_format_that_has_an_oracle_has_such_a_test() -> None:
+    with_oracle = {path.name for path in ORACLES.iterdir() if any(path.glob("check.py"))}
+    assert with_oracle <= {file.partition(".")[0] for file in GATE_UP}
 
 
 def test_from_one_program_to_another(tmp_path: Path) -> None:

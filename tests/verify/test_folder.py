@@ -384,13 +384,73 @@ def test_a_document_that_cannot_be_read_is_no_difference(pair: tuple[Path, Path]
         report(original, shards)
 
 
-def test_side_files_of_a_merged_checkpoint(made: tuple[Path, Path], tmp_path: Path) -> None:
+def renamed(folder: Path, old: str, new: str, name: str = "model.safetensors.index.json") -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
+
+
+def with_format(folder: Path, metadata: dict[str, str]) -> None:
+    """Write a file of weights with other metadata in its header."""
+    file = folder / PART
+    raw, header = file.read_bytes(), read_header(file)
+    tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
+    file.write_bytes(build_header(tensors, metadata) + raw[len(header.raw) :])
+
+
+PART = "model-00001-of-00003.safetensors"
+OF_MERGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a side file is gone": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json"),
+    "a side file is added": (lambda p: write(p / "notes.txt"), "notes.txt"),
+    "any file": (lambda p: write(p / "notes.bak"), "notes.bak"),
+    "older weights": (lambda p: shutil.copy(p / PART, p / "model-old.safetensors"), "model-old.safetensors"),
+    "a file of another series": (
+        lambda p: shutil.copy(p / PART, p / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors",
+    ),
+    "torch's weights": (lambda p: torch.save({}, p / "pytorch_model.bin"), "pytorch_model.bin"),
+    "weights in a folder": (lambda p: write(p / "sub/model.safetensors"), "sub/"),
+    "Meta's folder": (lambda p: write(p / "original/consolidated.00.pth"), "original/"),
+    "another index": (lambda p: write(p / "pytorch_model.bin.index.json"), "pytorch_model.bin.index.json"),
+    "the index is gone": (lambda p: (p / "model.safetensors.index.json").unlink(), "model.safetensors.index.json"),
+    "the index has another size": (lambda p: renamed(p, '_size": ', '_size": 5'), "metadata.total_size"),
+    "the index names another file": (lambda p: renamed(p, "00002-of", "00001-of"), "weight_map"),
+    "the index names another tensor": (lambda p: renamed(p, '"model.norm', '"model.more'), "weight_map"),
+    "a header without a format": (lambda p: with_format(p, {}), f"{PART}: 'format' is nothing"),
+    "a header of another format": (lambda p: with_format(p, {"format": "tf"}), f"{PART}: 'format' is \"tf\""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OF_MERGED)
+def test_whatever_is_changed_in_a_merged_folder_is_named(change: str, made: tuple[Path, Path], tmp_path: Path) -> None:
+    """A program that finds no index there, or does not look for one, loads each file of weights."""
     original, shards = made
-    merge(shards, tmp_path / "merged")
-    (tmp_path / "merged/tokenizer.json").unlink()
-    (tmp_path / "merged/notes.txt").write_text("?")
-    found = report(original, tmp_path / "merged")
-    assert (found.missing, found.extra) == (("tokenizer.json",), ("notes.txt",))
+    merge(shards, merged := tmp_path / "merged", max_shard_size=15_000)
+    assert (merged / PART).is_file() and lines(report(original, merged)) == []
+    do, name = OF_MERGED[change]
+    do(merged)
+    found = verdict(original, merged)
+    assert any(name in line for line in found), found
+
+
+def test_weights_beside_a_single_file(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Beside ``model.safetensors``, an index that nothing asks for, and weights that no index leaves out."""
+    original, shards = made
+    merge(shards, merged := tmp_path / "merged", max_shard_size="1GB")
+    assert lines(report(original, merged)) == []
+    shutil.copy(merged / "model.safetensors", merged / "model-old.safetensors")
+    write(merged / "model.safetensors.index.json", '{"weight_map": {"w": "x.safetensors"}}')
+    found = report(original, merged)
+    assert found.extra == ("model-old.safetensors",)
+    assert str(found.configs[0]).startswith("model.safetensors.index.json: 'weight_map.")
+
+
+def test_a_copy_may_have_what_lies_beside_the_original(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is named as not compared; the index has the size 0, as the original's has of the same files."""
+    original = Path(shutil.copytree(made[0], tmp_path / "original"))
+    write(original / "original/consolidated.00.pth")
+    copied = Path(shutil.copytree(original, tmp_path / "copied"))
+    found = report(original, copied)
+    assert (lines(found), found.not_compared) == ([], ("original/",))
 
 
 # ------------------------------------------------------------------------------------------------------------ headers

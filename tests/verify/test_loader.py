@@ -237,7 +237,11 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        ("llama", {"tp": 2}, "It rests on bytes by the built-in rules of 'llama'; no forward."),
+        (
+            "llama",
+            {"tp": 2},
+            "rests on bytes by the built-in rules of 'llama'; no forward; split's own sizes of the ranks.",
+        ),
         (
             "llama",
             {"tp": 2, "format": "vllm"},
@@ -271,13 +275,28 @@ def _python(folder: Path, module: str) -> Path:
     """A Python in which transformers is this text."""
     folder.mkdir()
     (folder / "transformers.py").write_text(module)
+    (folder / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     return python
 
 
-MOVED = "raise ImportError('no such thing in version 9')"
+MOVED = "__version__ = '9.0'"
+BROKEN = "import torchvision"
+WRAPPED = """
+try:
+    import torchvision
+except RuntimeError as error:
+    raise ModuleNotFoundError("Could not import module 'PreTrainedModel'") from error
+"""
+LAZY = """
+__version__ = "9.0"
+class logging:
+    set_verbosity_error = disable_progress_bar = staticmethod(lambda: None)
+def __getattr__(name):
+    import torchvision
+"""
 REFUSES = """
 __version__ = "9.0"
 class logging:
@@ -294,10 +313,14 @@ DIES = "import os; os._exit(3)"
     ("module", "said"),
     [
         (REFUSES, "transformers 9.0 stopped while it built its model on this machine: AssertionError: "),
-        (MOVED, "not know the inside of the transformers that is installed there: ImportError: no such thing"),
+        (MOVED, "not know the inside of the transformers that is installed there: AttributeError: module 'transfo"),
+        *((text, f"the environment of {name} is broken: 'torchvision' cannot be imported there: RuntimeError: operator "
+           "torchvision::nms does not exist")
+          for text, name in ((BROKEN, "transformers"), (WRAPPED, "transformers"), (LAZY, "transformers 9.0"))),
+        ("import a_package", "'transformers' cannot be imported there: ModuleNotFoundError: No module named 'a_p"),
         (DIES, "transformers's loader ended without an answer: status 3"),
     ],
-    ids=["refuses", "moved", "dies"],
+    ids=["refuses", "moved", "broken", "wrapped", "lazy", "lacks", "dies"],
 )  # fmt: skip
 def test_what_does_not_answer_proves_nothing(module: str, said: str, tmp_path: Path) -> None:
     original, out = store.checkpoint("llama"), tmp_path / "out"

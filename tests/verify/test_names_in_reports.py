@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from reshard.api import split
+from reshard.api import merge, split
 from tests import store
+from tests.marks import one_of_each
 from tests.support import change_tensor, command, write_checkpoint
 
 NORM = "model.norm.weight"
@@ -28,27 +30,33 @@ def test_files_of_this_machine_are_called_as_they_were_given(tmp_path: Path) -> 
     assert found["extra"] == ["model.txt"]
 
 
-@pytest.mark.parametrize(("form", "told"), [("vllm", "is in the format vllm"), (None, "is split itself")])
-def test_an_original_that_is_none_is_refused(form: str | None, told: str, tmp_path: Path) -> None:
-    full = store.checkpoint("llama")
-    split(full, tmp_path / "shards", tp=2, format=form)
-    done = command("verify", "shards", full, "--exact-only", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.splitlines()[-2:] == [
-        f"Error: shards {told}: it cannot be the original",
-        f"Hint: give the full checkpoint first; 'reshard diff shards {full}' compares any two forms, tensor by tensor",
-    ]
-    hint = re.search("'reshard (.*)'", done.stderr)
-    assert hint is not None and command(*hint[1].split(), cwd=tmp_path).stdout.startswith("SAME")
+RUNS = ("dcp", "megatron", "transformers", "megatron-legacy", "vllm", "reshard")
 
 
-def test_a_training_run_is_compared_as_the_hint_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", one_of_each(RUNS))
+def test_an_original_that_is_split_is_compared_and_not_run(form: str, tmp_path: Path) -> None:
+    """What a trainer saved, say: its tensors are the original's, whatever was made of them; one wrong bit is found."""
     full = store.checkpoint("llama")
-    split(full, tmp_path / "run", format="dcp")
-    for name in ("config.json", "reshard.json"):
-        (tmp_path / "run" / name).unlink()
-    split(tmp_path / "run", tmp_path / "out", tp=2, config=full, dtype="bf16")
-    for more in ((), ("--dry-run",), ("--exact-only", "--dtype", "bf16")):
-        done = command("verify", "run", "out", "--config", full, *more, cwd=tmp_path)
-        hint = re.search("'reshard (diff run out --config .*)'", done.stderr)
-        assert done.returncode == 2 and hint is not None, done.stderr
-    assert command(*hint[1].split(), cwd=tmp_path).stdout.startswith("SAME")
+    split(full, run := tmp_path / "run", tp=2, format=None if form == "reshard" else form)
+    given: tuple[object, ...] = ()
+    if form != "reshard":
+        for name in ("config.json", "reshard.json"):
+            (run / name).unlink()
+        given = ("--config", full)
+    config: dict[str, Any] = {"config": full} if given else {}
+    split(run, tmp_path / "out", tp=4, **config)
+    split(run, tmp_path / "cast", tp=2, format="vllm", dtype="bf16", **config)
+    merge(run, tmp_path / "merged", **config)
+    for out in ("out", "merged"):
+        done = command("verify", "run", out, *given, cwd=tmp_path)
+        assert done.returncode == 0 and "No forward was run: run is no full checkpoint" in done.stdout, done.stderr
+        last = done.stdout.splitlines()[-1]
+        assert "the original as a merge of it puts it together" in last and "; no forward" in last
+    done = command("verify", "run", "cast", "--dtype", "bf16", "--exact-only", *given, cwd=tmp_path)
+    assert done.returncode == 0 and "after a cast to bf16" in done.stdout, done.stderr
+    for more in (("--dry-run",), ("--exact-only", "--loader", sys.executable)):
+        done = command("verify", "run", "merged", *more, *given, cwd=tmp_path)
+        assert done.returncode == 2 and "Error: run is no full checkpoint, which alone runs" in done.stderr
+    change_tensor(tmp_path / "out/rank-01-of-04/model.safetensors", NORM)
+    done = command("verify", "run", "out", *given, "-q", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "different\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import split
+from reshard.formats.files.safetensors import read_header
+from reshard.source.opening import open_source
 from reshard.verify.api import verify
-from reshard.verify.forward.noise import LIMIT, Distance, measure, noise_of, yardstick
+from reshard.verify.forward.compare import prepare, run_forward
+from reshard.verify.forward.compare import run as run_job
+from reshard.verify.forward.job import ForwardOptions
+from reshard.verify.forward.noise import LIMIT, SURE, Distance, measure, noise_of, yardstick
 from reshard.verify.rank.trace import Places, run
 from tests import store, zoo
 from tests.marks import one_of_each
+from tests.support import trained_checkpoint
 
 
 class _Casts(torch.nn.Module):
@@ -94,26 +102,96 @@ def test_what_is_exact_must_be_exact_and_masks_must_agree() -> None:
     assert not measure(wrong, known).is_same
 
 
-def _cancelling(name: str, folder: Path) -> None:
-    """A model whose MLP adds a large number in one half of its width, and takes away nearly the same in the other."""
-    sizes = {"hidden_size": 128, "intermediate_size": 1024}
-    path = zoo.save(name, folder, torch.bfloat16, settings=sizes) / "model.safetensors"
-    generator, tensors = torch.Generator().manual_seed(0), load_file(path)
-    for key, weight in tensors.items():
-        if key.endswith(("gate_proj.weight", "up_proj.weight")):
-            row, small = (torch.randn(n, weight.shape[1], generator=generator) for n in (1, len(weight)))
-            tensors[key] = ((row + 0.02 * small) / weight.shape[1] ** 0.5).bfloat16()
-        elif key.endswith("down_proj.weight"):
-            half = weight.shape[1] // 2
-            small = torch.randn(weight.shape, generator=generator)
-            tensors[key] = (torch.tensor([0.5] * half + [-0.5] * half) + 0.02 * small).bfloat16()
-    save_file(tensors, path, metadata={"format": "pt"})
+Weight = Callable[[str, torch.Tensor, torch.Generator], torch.Tensor]
 
 
-@pytest.mark.parametrize(("name", "tp"), one_of_each([("llama", 2), ("llama", 4), ("llama-biases", 2)]))
-def test_parts_that_are_larger_than_their_sum_are_rounded(name: str, tp: int, tmp_path: Path) -> None:
-    """Each rank rounds its part, which is hundreds of times the sum."""
-    original = store.made(f"cancelling-{name}", lambda folder: _cancelling(name, folder))
-    split(original, tmp_path / "out", tp=tp)
+def coherent(_: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """All rows are nearly the same."""
+    row, small = (torch.randn(n, *weight.shape[1:], generator=generator) for n in (1, len(weight)))
+    return (row + 0.05 * small) / weight.shape[-1] ** 0.5
+
+
+def cancelling(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The MLP adds a large number in one half of its width, and takes away nearly the same in the other."""
+    if name.rpartition(".")[0].endswith(("gate_proj", "up_proj", "w1", "w3", "gate_up")):
+        return 0.4 * coherent(name, weight, generator) + 0.6 * coherent(name, weight, generator)[:1]
+    if not name.rpartition(".")[0].endswith(("down_proj", "w2")):
+        return weight
+    half = weight.shape[-1] // 2
+    small = torch.randn(weight.shape, generator=generator)
+    return torch.tensor([0.5] * half + [-0.5] * half) + 0.02 * small
+
+
+def sparse(_: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One in fifty is not zero."""
+    return 3 * torch.randn(weight.shape, generator=generator) * (torch.rand(weight.shape, generator=generator) < 0.02)
+
+
+def outliers(_: str, weight: torch.Tensor, __: torch.Generator) -> torch.Tensor:
+    """One input and one output are hundreds of times the others."""
+    scales = torch.ones(weight.shape)
+    scales[..., 3] *= 300
+    scales[..., 0, :] *= 100
+    return weight.float() * scales
+
+
+def hostile(name: str, kind: Weight) -> Path:
+    def write(folder: Path) -> None:
+        path = zoo.save(name, folder, torch.bfloat16, settings={"hidden_size": 128, "intermediate_size": 1024})
+        generator, tensors = torch.Generator().manual_seed(0), load_file(path / "model.safetensors")
+        for key, weight in tensors.items():
+            if weight.dim() > 1:
+                tensors[key] = kind(key, weight, generator).bfloat16().contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return store.made(f"{kind.__name__}-{name}", write)
+
+
+HOSTILE = [
+    ("llama", cancelling, 2), ("llama", cancelling, 4), ("llama-biases", cancelling, 2), ("llama", coherent, 2),
+    ("llama", sparse, 2), ("llama", outliers, 2), ("qwen3_moe", cancelling, 2), ("qwen3_moe", sparse, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "tp"), one_of_each(HOSTILE, lambda case: case[1]))
+def test_correct_shards_of_hostile_models_are_the_same(name: str, kind: Weight, tp: int, tmp_path: Path) -> None:
+    """Their own rounding says how much it is. Of parts that are hundreds of times the sum, each rank rounds its own."""
+    split(original := hostile(name, kind), tmp_path / "out", tp=tp)
     found = verify(original, tmp_path / "out")
-    assert found.verdict == "same" and max(row.ratio for row in found.forward.layers) < 2.5
+    assert found.verdict == "same" and found.forward.alarm is None
+    assert max(row.ratio for row in found.forward.layers) < 3
+
+
+def test_float32_decides_where_bytes_are_equal(tmp_path: Path) -> None:
+    """The draws do not round the parts of what experts sum, which cancels."""
+    split(original := hostile("mixtral", cancelling), tmp_path / "out", tp=2)
+    found = verify(original, tmp_path / "out")
+    assert found.verdict == "same" and found.forward.alarm > SURE and found.forward.dtype == "float32"
+    assert f"In bfloat16 they measured {found.forward.alarm:.2f}, which this shows to be rounding." in found.in_words
+    told = run_forward(open_source(original), open_source(tmp_path / "out"))
+    assert not told.is_same and told.dtype == "bfloat16"  # nobody said that the bytes are equal
+
+
+def test_float32_decides_that_it_is_a_fault(tmp_path: Path) -> None:
+    """As if bytes were equal and the rules wrong: what is a little more than rounding in 16 bits is much more there."""
+    split(original := store.checkpoint("llama", "bfloat16"), tmp_path / "out", tp=2)
+    for rank in (0, 1):
+        path = tmp_path / f"out/rank-0{rank}-of-02/model.safetensors"
+        tensors = load_file(path)
+        tensors["model.layers.1.input_layernorm.weight"] *= 1.08
+        save_file(tensors, path, metadata=dict(read_header(path).metadata))
+    job = prepare(open_source(original), open_source(tmp_path / "out"), ForwardOptions())
+    assert LIMIT < max(row.ratio for row in run_job(job).layers) < SURE
+    found = run_job(replace(job, has_equal_bytes=True))
+    assert not found.is_same and found.dtype == "float32" and found.alarm is not None
+    assert found.first == "model.layers.1.self_attn.o_proj" and max(row.ratio for row in found.layers) > 1000
+
+
+@pytest.mark.parametrize(
+    ("tp", "dtype"), one_of_each([(2, "float32"), (12, "float32"), (3, "bfloat16"), (6, "float16")])
+)
+def test_the_forward_of_a_trained_checkpoint(tp: int, dtype: str, tmp_path: Path) -> None:
+    split(original := trained_checkpoint(), tmp_path / "out", tp=tp)
+    found = verify(original, tmp_path / "out", compute_dtype=dtype)
+    assert found.verdict == "same" and found.forward.alarm is None
+    assert max(row.ratio for row in found.forward.layers) < 2

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard.api import split
+from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, IncompleteError
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.formats.files.sharded import INTACT_FILE
@@ -31,7 +31,7 @@ from reshard.verify.forward.noise import LIMIT
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint
-from tests.support import LLAMA, change_tensor, command, llama_tensors
+from tests.support import LLAMA, change_tensor, command, llama_tensors, write_checkpoint
 from tests.verify.faults import read, sign
 from tests.verify.program_faults import FAULTS, ProgramShards, inject
 from tests.verify.test_exact import MEASURE
@@ -324,16 +324,53 @@ def test_the_config_file_of_the_program(tmp_path: Path) -> None:
     assert exact(folder, "llama3", "meta").missing == ("params.json",)
 
 
+FORMS = ("vllm", "transformers", "dcp", "megatron", "sglang", "dcp-transformers")
+
+
 @pytest.mark.parametrize("has_manifest", [False, True])
-def test_a_missing_rank_is_no_difference(llama: Path, has_manifest: bool) -> None:
+@pytest.mark.parametrize("form", one_of_each(FORMS))
+def test_a_missing_rank_is_no_difference(form: str, has_manifest: bool, tmp_path: Path) -> None:
+    """Of each form whose files say how many there are, whichever rank it is."""
+    model = store.checkpoint("llama")
+    split(model, whole := tmp_path / "whole", tp=2, format=form)
     if not has_manifest:
-        (llama / "reshard.json").unlink()
-    (llama / "model-rank-0-part-0.safetensors").unlink()
-    done = command("verify", checkpoint("vllm", "llama"), llama, "--exact-only")
-    assert done.returncode == 2 and done.stdout == "UNCHECKED\n"
-    assert re.search(r"Error: .*: the files of rank 0 of 2 are missing", done.stderr)
-    answer = json.loads(command("verify", checkpoint("vllm", "llama"), llama, "--exact-only", "--json").stdout)
-    assert answer["summary"].startswith("Not all files are there: ") and answer["exact"] is None
+        (whole / "reshard.json").unlink()
+    assert verify_exact(open_source(model), whole).verdict == "same"
+    files = [file.relative_to(whole) for file in whole.rglob("*") if file.suffix in {".distcp", ".safetensors"}]
+    for file in (min(files), max(files)):
+        shards = Path(shutil.copytree(whole, tmp_path / "shards", dirs_exist_ok=True))
+        (shards / file).unlink()
+        done = command("verify", model, shards, "--exact-only")
+        assert (done.returncode, done.stdout) == (2, "INCOMPLETE\n")
+        assert re.search(r"Error: .* (is|are) missing", done.stderr)
+    answer = json.loads(command("verify", model, shards, "--exact-only", "--json").stdout)
+    assert (answer["verdict"], answer["exact"]) == ("incomplete", None)
+    assert answer["summary"].startswith("Not all files are there: ")
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_missing_file_of_a_merged_checkpoint_is_no_difference(has_index: bool, tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    split(model, tmp_path / "shards", tp=2)
+    merge(tmp_path / "shards", tmp_path / "merged", max_shard_size=100_000)
+    min((tmp_path / "merged").glob("*.safetensors")).unlink()
+    if not has_index:
+        (tmp_path / "merged/model.safetensors.index.json").unlink()
+    done = command("verify", model, tmp_path / "merged", "--exact-only")
+    assert (done.returncode, done.stdout) == (2, "INCOMPLETE\n")
+
+
+def test_constants_in_another_dtype_are_no_cast(tmp_path: Path) -> None:
+    """vLLM's scales of the cache are in float32, whatever the model's dtype is."""
+    model = write_checkpoint(tmp_path / "model")
+    split(model, shards := tmp_path / "out", tp=2, format="vllm")
+    assert {info.dtype for info in read_header(shards / "model-rank-1-part-0.safetensors").tensors.values()} == {
+        "BF16", "F32",
+    }  # fmt: skip
+    change_tensor(shards / "model-rank-1-part-0.safetensors", "model.norm.weight", at=3)
+    done = command("verify", model, shards, "--exact-only")
+    assert done.returncode == 1 and "Bytes differ, first in tensor 'model.norm.weight'" in done.stdout
+    assert "--dtype" not in done.stdout
 
 
 def _paths(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.formats.errors import CheckpointError, IncompleteError, PlanError, ReshardError
+from reshard.formats.errors import IncompleteError, PlanError, ReshardError
 from reshard.formats.notation.format_file import OWN
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, make_plan
@@ -56,22 +56,11 @@ def compare(
 ) -> ExactReport:
     """Compare every byte of every shard with the byte of the original that it should be.
 
-    ``shards`` may also be a full checkpoint (a merged one). Raises CheckpointError if ``original`` itself is split or
-    in another program's format, or if a file cannot be read.
+    ``shards`` may also be a full checkpoint (a merged one), ``original`` must be one. Raises CheckpointError if a file
+    cannot be read.
     """
-    check_original(original, f"{original.path} {shards.path}")
     structure = structure_of(original, shards)
     return structure if isinstance(structure, ExactReport) else compare_bytes(structure, progress, workers)
-
-
-def check_original(original: Source, both: str) -> None:
-    """Raise CheckpointError if the original is split; ``both`` is how it and its shards are given to a command."""
-    if original.is_split:
-        what = "split itself" if original.format.plain else f"in the format {original.format.name}"
-        raise CheckpointError(
-            f"{original.path} is {what}: it cannot be the original",
-            f"give the full checkpoint first; 'reshard diff {both}' compares any two forms, tensor by tensor",
-        )
 
 
 def structure_of(original: Source, shards: Source) -> Structure | ExactReport:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.formats.documents import MAX_INDEX, json_object, read_document
 from reshard.formats.errors import brief
-from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA
+from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA, read_weights
 from reshard.formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from reshard.formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from reshard.formats.files.dcp import object_bytes
@@ -38,13 +39,13 @@ from reshard.model.naming import respelled
 from reshard.placement.program_plan import program_config
 from reshard.source.program_files import weights_folder
 from reshard.source.source import Source, SourceFile, other_entries
+from reshard.store.selection import INDICES
 from reshard.store.staging_names import STATE
 from reshard.verify.bytes.exact_report import ConfigDifference, config_differences
 from reshard.verify.bytes.reading import Files
 from reshard.verify.bytes.rules import with_sound_config
 
-INDEX = "model.safetensors.index.json"
-
+INDEX = INDICES[0]
 
 # ------------------------------------------------------------------------------------------------------ files, folders
 
@@ -213,11 +214,18 @@ def _summed(path: FilePath, files: Files) -> str:
 
 
 def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator[ConfigDifference]:
-    """The wrong values about the split in the headers that reshard wrote of ranks.
+    """The wrong values about the split in the headers that reshard wrote of ranks, and the format in a full
+    checkpoint's.
 
     The rules themselves are not compared: another version may spell them differently. Of reshard's own form, source and
     sizes are the same in all headers (see ``Structure``).
     """
+    if shards.checkpoint is not None:  # its format alone is anybody's concern, unless it is the original's file
+        own = {file.name: file.metadata for file in original.files.values()}
+        for file in shards.files.values():
+            if file.header is not None and file.metadata != own.get(file.name):
+                yield from config_differences(file.name, {**file.metadata, "format": "pt"}, dict(file.metadata))
+        return
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
     if shards.stated is not None:
         true = dataclasses.replace(true, source=shards.stated.source, sizes=shards.stated.sizes)
@@ -249,6 +257,28 @@ def _index(infos: Collection[TensorInfo]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
+def _whole_index(original: Source, shards: Source) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """The index of a full checkpoint, if it needs one or has one. Its weights' size may be the original's own word."""
+    is_safe = all(file.header is not None for file in shards.files.values())
+    path = shards.path / INDICES[0 if is_safe else 1]
+    if not path.is_file():
+        yield from [(path.name, None)] if len(shards.files) > 1 else ()
+        return
+    contents = [(file.name, *read_weights(file.path)[:2]) for file in shards.files.values()]
+    weight_map = {tensor: name for name, tensors, tied in contents for tensor in (*tensors, *tied)}
+    stated = read_document(path, MAX_INDEX, json_object)[1]
+    metadata, index = stated.get("metadata"), original.checkpoint.index if original.checkpoint is not None else None
+    if (
+        is_safe
+        and isinstance(metadata, dict)
+        and "total_size" in metadata
+        and (not index or stated != json.loads(index))
+    ):
+        total = sum(info.nbytes for _, tensors, _ in contents for info in tensors.values())
+        metadata = {**metadata, "total_size": total}
+    yield path.name, {**stated, "metadata": metadata, "weight_map": weight_map}
+
+
 def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
     """The files besides weights and the original's side files: as JSON, as bytes, or None if any content will do.
 
@@ -265,6 +295,8 @@ def documents(original: Source, shards: Source, plan: Plan) -> dict[str, Any]:
                 contents[f"{folder}/{INDEX}"] = _index(shards.ranks[rank].values())
     if shards.manifest is not None:
         contents[MANIFEST] = json.loads(manifest_text(_expected_manifest(original, shards, plan, shards.manifest)))
+    if shards.checkpoint is not None:
+        return contents | dict(_whole_index(original, shards))
     if format.plain:
         return contents
     own, files, is_known = dict[str, Any](), format.files, shards.manifest is not None

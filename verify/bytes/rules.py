@@ -25,17 +25,17 @@ from reshard.source.source import UNSPLIT
 from reshard.verify.bytes.exact_report import config_differences
 
 
-def own_rules(plan: Plan, modules: Architecture) -> tuple[str, ...] | None:
+def own_rules(plan: Plan, modules: Architecture | None) -> tuple[str, ...] | None:
     """The differences of a plan from the built-in rules of its model type, one line each.
 
     None if the type has no built-in rules. Rules that are written differently but have the same result do not count.
-    The ``[modules]`` table is taken from the architecture ``modules``.
+    The ``[modules]`` table is taken from the architecture ``modules``, if one is given.
     """
     model = plan.model
     built_in = _built_in(model)
     if built_in is None:
         return None
-    lines = [*_modules(modules, built_in)]
+    lines = [*_modules(modules, built_in)] if modules is not None else []
     try:
         theirs = _planned(built_in, plan)
     except ReshardError as error:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from reshard.formats.documents import MAX_MANIFEST, json_object, read_config, read_document
-from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.errors import CheckpointError, IncompleteError, ReshardError
 from reshard.formats.files.checkpoint import CONFIG, METADATA
 from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Stored
@@ -33,7 +32,8 @@ class Structure:
 
     ``arrangement`` is the original's on the shards' mesh. ``comparable`` has, for each stored tensor, the ranks (or
     files with chunks) whose part has the planned dtype and shape. ``not_compared`` has files that cannot be checked,
-    ``of_any_mesh`` says that the files have no mesh.
+    ``of_any_mesh`` says that the files have no mesh. ``other_dtypes`` are those that tensors have instead of
+    planned ones.
     """
 
     original: Source
@@ -46,6 +46,7 @@ class Structure:
     comparable: dict[str, list[int]] = field(default_factory=dict)
     of_any_mesh: bool = False
     not_compared: list[str] = field(default_factory=list)
+    other_dtypes: set[str] = field(default_factory=set)
 
     @property
     def differences(self) -> dict[str, Any]:
@@ -69,20 +70,20 @@ class Structure:
             path = shards.path / name
             if name not in compared and path.is_file() and read_file(path) != content:
                 self.problems.append(f"{path}: is not the original's")
-        side, present = {*self.original.side_files}, {*shards.side_files}
-        expected = {*side, *documents, *(file.name for file in shards.files.values())}
-        lacking = sorted(name for name in expected if not (shards.path / name).is_file())
-        if shards.format is HUGGING_FACE:
-            self.missing += sorted(side - present)
-            self.extra += sorted(present - side)
-        elif shards.format.plain or shards.manifest is not None:
+        expected = {*self.original.side_files, *documents, *(file.name for file in shards.files.values())}
+        computed = {name for name, content in shards.side_files.items() if isinstance(content, bytes)}
+        lacking = sorted(name for name in expected - computed if not (shards.path / name).is_file())
+        extra = folder.extra_entries(shards, expected)
+        if shards.checkpoint is not None or shards.format.plain or shards.manifest is not None:
+            also = {*self.original.strays} if shards.checkpoint is not None else set[str]()  # a copy has them, too
             self.missing += lacking
-            self.extra += folder.extra_entries(shards, expected)
+            self.extra += [name for name in extra if name not in also]
+            self.not_compared += [name for name in extra if name in also]
         else:
             own = {name for name, content in documents.items() if content is None and not name.endswith(METADATA)}
             self.not_compared += sorted(own - {*lacking})
             self.not_compared += [f"{name} (not there)" for name in lacking]
-            self.not_compared += folder.extra_entries(shards, expected)
+            self.not_compared += extra
         if shards.manifest is not None and folder.is_spelled_otherwise(self.original, shards.manifest):
             self.not_compared.append(f"what {MANIFEST} says of the files of its source, which have other names")
         self._check_identity()
@@ -104,6 +105,7 @@ class Structure:
                 self.missing.append(f"{where}: {name}{origin}")
             elif info.dtype != stored.dtype or info.shape != shape:
                 has, planned = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                self.other_dtypes |= {info.dtype} - {stored.dtype}
                 self.problems.append(f"{info.file}: tensor '{name}' is {has}, the original gives {planned}")
             else:
                 self.comparable.setdefault(stored.name, []).append(rank)
@@ -198,6 +200,8 @@ class Structure:
         assert chunks is not None
         self.of_any_mesh = not any(METADATA_KEY in file.metadata for file in shards.files.values())
         of_mesh = None if self.of_any_mesh else self._planned.chunks
+        numbers, has_hole = {file.rank for file in files}, False
+        expected = {number for planned in (of_mesh or {}).values() for number in planned}
         for name in sorted(chunks.keys() - {stored.name for stored in self.arrangement.stored}):
             self.extra += [f"{shards.ranks[number][name].file.name}: {name}" for number in sorted(chunks[name])]
         for stored in self.arrangement.stored:
@@ -211,6 +215,7 @@ class Structure:
                 info = shards.ranks[number][name]
                 if info.dtype != stored.dtype or len(at.shape) != len(shape):
                     has, should = f"{info.dtype} {list(info.shape)}", f"{stored.dtype} {list(shape)}"
+                    self.other_dtypes |= {info.dtype} - {stored.dtype}
                     wrong[number] = f"{info.file}: tensor '{name}' is {has}, the original gives {should}"
                 elif any(end > size for end, size in zip(at.end, shape, strict=True)):
                     wrong[number] = f"{info.file}: has {_range(at)} of '{name}', which is {list(shape)}"
@@ -228,7 +233,14 @@ class Structure:
             self.comparable[name] = [number for number in chunks[name] if number not in wrong]
             if not wrong and not lacking:
                 ranges = [(shards.ranks[number][name].file.name, at) for number, at in chunks[name].items()]
-                self.problems += _not_once(stored, ranges)
+                for is_hole, line in _not_once(stored, ranges):
+                    has_hole |= is_hole
+                    self.problems.append(line)
+        if has_hole and of_mesh is None and not shards.format.files.is_distributed:
+            expected = {*range(max(numbers))}  # a rank that has nothing may have no file
+        if lost := expected - numbers:
+            why = f"{shards.path}: the file of shard {min(lost) + 1} is missing"
+            raise IncompleteError(why, "bring the files of all ranks together")
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -242,9 +254,9 @@ def ranks_of(shards: Source) -> Sequence[int]:
     return [file.rank % size if size > 1 else file.rank for file in shards.rank_files]
 
 
-def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[str]:
-    """What chunks in files of these names have more often than the rest, or not at all: the first cell of the grid of
-    all their ends.
+def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[tuple[bool, str]]:
+    """What chunks in files of these names have not at all (True), or more often than the rest: the first cell of the
+    grid of all their ends.
     """
     runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
     ends, count = owners(stored.whole_shape, [*runs])
@@ -258,7 +270,7 @@ def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[s
                 if all(begin <= i < end for i, begin, end in zip(first, at.offset, at.end, strict=True))
             ]  # fmt: skip
             listed = f" ({', '.join(names)})" if names else ""
-            yield f"'{stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
+            yield not names, f"'{stored.name}': {what} {elements:,} of its elements, the first at {first}{listed}"
 
 
 def _range(at: Chunk) -> str:

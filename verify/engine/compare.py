@@ -3,7 +3,8 @@
 Three runs on the same tokens: the original in transformers, in float32 (the exact values); the original in vLLM; the
 shards in vLLM, at their degree. The engine's *noise* is how far its run of the original is from the exact values, the
 *error* how far its run of the shards is from its run of the original. Both are root mean squares over the
-log-probabilities of all tokens at all positions. The error must be within ``LIMIT`` times the noise.
+log-probabilities of all tokens, at all positions and at each. The error must be within ``LIMIT`` times the noise: that
+of all positions or, at one, its own if that is larger.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EngineOptions:
 class EngineReport:
     """What was measured. ``noise`` and ``error`` are root mean squares of log-probabilities, ``worst`` is the largest
     single difference between the shards and the original, ``spread`` the standard deviation of the exact
-    log-probabilities.
+    log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
     """
 
     engine: str
@@ -66,11 +67,8 @@ class EngineReport:
     noise: float
     error: float
     worst: float
-
-    @property
-    def ratio(self) -> float:
-        """Error over noise."""
-        return self.error / self.noise if self.noise else (0.0 if self.error == 0 else math.inf)
+    ratio: float
+    place: str
 
     @property
     def is_same(self) -> bool:
@@ -80,10 +78,12 @@ class EngineReport:
     @property
     def verdict(self) -> str:
         """The answer in a sentence."""
+        if self.worst == 0:
+            return f"{self.engine} computes the same from the shards as from the original, bit for bit."
         what = "the same from the shards as" if self.is_same else "something else from the shards than"
         return (
-            f"{self.engine} computes {what} from the original: the error is {self.ratio:.3g} times its own noise (the "
-            f"limit is {LIMIT:g})."
+            f"{self.engine} computes {what} from the original: the error is {self.ratio:.3g} times its own noise at "
+            f"{self.place} (the limit is {LIMIT:g})."
         )
 
     def __str__(self) -> str:
@@ -113,9 +113,16 @@ class Baseline:
 
     def report(self, engine: str, mesh: Mesh, parts: torch.Tensor) -> EngineReport:
         """Compare with what the engine computes from shards."""
+        noise, error = _distance(self.whole, self.exact), _distance(parts, self.whole)
+        noises, errors = (apart.square().mean(1).sqrt() for apart in (self.whole - self.exact, parts - self.whole))
+        ratios = {"all positions": _over(error, noise)}
+        ratios |= {
+            f"position {at}": _over(float(errors[at]), max(noise, float(noises[at]))) for at in range(len(errors))
+        }
+        place = max(ratios, key=lambda key: math.inf if math.isnan(ratios[key]) else ratios[key])
         return EngineReport(
             engine, str(mesh), self.tokens.options.dtype, sum(map(len, self.tokens.prompts)), float(self.exact.std()),
-            _distance(self.whole, self.exact), _distance(parts, self.whole), float((parts - self.whole).abs().max()),
+            noise, error, float((parts - self.whole).abs().max()), ratios[place], place,
         )  # fmt: skip
 
 
@@ -184,6 +191,10 @@ def run_shards(baseline: Baseline, shards: Source, progress: Callable[[str], Non
     progress(f"shards in vllm on {mesh}")
     parts = in_engine("vllm", RUNNER, {"load_format": load_format}, shards, mesh, baseline.tokens)
     return baseline.report("vllm", mesh, parts)
+
+
+def _over(error: float, noise: float) -> float:
+    return error / noise if noise else (0.0 if error == 0 else math.inf)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -33,10 +33,10 @@ class ForwardOptions(RunSettings):
 class Job:
     """A comparison. ``plan`` is that of the ranks' models, whose weights are plain.
 
-    ``is_built_in``: its rules are the built-in ones. ``adapter`` is the folder of one that the original is run with,
-    and ``stored`` the dtype of its weights, to which a sum with them was rounded; ``is_alone``: the shards are those of
-    the adapter alone. ``is_written``: transformers would load other tensors from the original's folder than those that
-    are meant, so they are written into another.
+    ``is_built_in``: its rules are the built-in ones; ``has_equal_bytes``: that was compared, and is so. ``adapter`` is
+    the folder of one that the original is run with, and ``stored`` the dtype of its weights, to which a sum with them
+    was rounded; ``is_alone``: the shards are those of the adapter alone. ``is_written``: transformers would load other
+    tensors from the original's folder than those that are meant, so they are written into another.
     """
 
     original: Source
@@ -50,6 +50,7 @@ class Job:
     stored: torch.dtype = torch.float32
     is_alone: bool = False
     is_written: bool = False
+    has_equal_bytes: bool = False
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -119,7 +120,8 @@ class Run:
 
     ``reason`` says what was not on a device, and why. ``repeated``, of an accelerator, is how far the original's run
     was from the same run before, over the noise. ``unused`` are tensors that the original's model does not use; ``cut``
-    are parameters whose shape on a rank is not the one that its config.json gives.
+    are parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio in the
+    model's own dtype, where float32 decided.
     """
 
     batch: int
@@ -136,6 +138,7 @@ class Run:
     seconds: float = 0.0
     logits: Logits | None = None
     failure: Failure | None = None
+    alarm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,11 +100,25 @@ def answer(request: Request) -> dict[str, Any]:
         found["stopped"] = f"what {found['name']} loads is not followed: {error}"
     except Exception as error:
         traceback.print_exc()
+        broken = _failed_import(error)
         found["stopped"] = f"{doing}: {_words(error)}"
+        if broken is not None:
+            found["stopped"] = f"the environment of {found['name']} is broken: {broken}"
     return found
 
 
-def _words(error: Exception) -> str:
+def _failed_import(error: BaseException) -> str | None:
+    """Which module's import failed, and its own words, if that is the cause of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals["__name__"] for frame in frames if frame.f_code.co_name == "<module>"]
+    if not modules:
+        return None
+    return f"'{modules[-1]}' cannot be imported there: {_words(error)}"
+
+
+def _words(error: BaseException) -> str:
     """An exception on a line: its last cause, with the place where it was raised if it has no words."""
     text = " ".join(str(error).split())
     if not text:

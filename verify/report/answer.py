@@ -176,8 +176,8 @@ def _some(title: str, items: Sequence[Any]) -> list[str]:
     return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines
 
 
-VERDICTS = ("same", "different", "unchecked", "without effect")
-"""In the order of the exit codes 0 to 3."""
+VERDICTS = {"same": 0, "different": 1, "unchecked": 2, "incomplete": 2, "without effect": 3}
+"""The verdicts, with their exit codes."""
 
 
 @dataclass(repr=False)
@@ -212,8 +212,8 @@ class Answer(Comparison):
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 different, 2 could not be checked, 3 an adapter that changes nothing."""
-        return VERDICTS.index(self.verdict)
+        """0 the same, 1 different, 2 not all is there or could be checked, 3 an adapter that changes nothing."""
+        return VERDICTS[self.verdict]
 
     @property
     def verdict(self) -> str:
@@ -223,7 +223,7 @@ class Answer(Comparison):
         if bytes_differ or not all(run.is_same for run in runs):
             return "different"
         if self.error or self.exact is None:
-            return "unchecked"
+            return "incomplete" if isinstance(self.error, IncompleteError) else "unchecked"
         has_no_effect = self.forward is not None and self.forward.effect is not None and not self.forward.effect.is_seen
         return "without effect" if has_no_effect else "same"
 

@@ -206,7 +206,7 @@ ROWS = 2000
 
 HEADLINES = {
     "same": "The same model", "different": "Different", "unchecked": "Could not be checked",
-    "without effect": "The adapter has no effect",
+    "incomplete": "Not all files are there", "without effect": "The adapter has no effect",
 }  # fmt: skip
 
 Document = Mapping[str, Any]

@@ -79,9 +79,11 @@ def observe(model_type: str, built: Any) -> Observed:
     try:
         model = bound(built)
         own = dict(_templates(model))
-        found = list(_Conversions(built, own).lines(model))
+        conversions = _Conversions(built, own)
+        found = list(conversions.lines(model))
         packed = {own[source][0] for target, line in found for source in line.get("packed", ())}
         lines = list(merged([(target, _public(line)) for target, line in found], packed))
+        lines += conversions.of_absent(model, lines, {target for target, _ in found})
         lines += _tied(built, lines)
         there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
         beyond = [name for name in built.state_dict() if name not in there]
@@ -153,6 +155,18 @@ class _Conversions:
             names[tensor.name] = pattern
         for target, (entry, names) in groups.items():
             yield from self._converted(target, entry, names)
+
+    def of_absent(self, model: Model, lines: Iterable[Line], present: set[str]) -> Iterator[Line]:
+        """Lines of tensors that this model does not have and others of its type do, such as a head that is tied here,
+        where ``lines`` would give them another name than transformers. ``present`` are the modules' names that it has.
+        """
+        prefixes = {line["from"][0][:-2]: line["to"][:-2] for line in lines if line["to"].endswith("**")}
+        for template in (name for name in model.architecture.tensors if not {*"{*"} & {*name}):
+            target, pattern = self._renamed(template)
+            if pattern is not None or target not in self._known.keys() - present:
+                continue
+            if _replaced(template, prefixes) != target:
+                yield {"from": [template], "to": target}
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key

@@ -153,15 +153,15 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
         reshard.merge("ranks", tmp_path / "out", names="hub")
 
 
-@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe"}))
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe"}, NOT_READ))
 def test_the_name_of_a_module_is_its_own_spelling(name: str) -> None:
-    """What transformers calls a tensor is called so again."""
+    """What transformers calls a tensor is called so again: a head, too, that is tied and so not saved."""
     config = json.loads((store.checkpoint(name) / "config.json").read_text())
     architecture = find_architecture(config, "config.json")
     spellings = Spellings(architecture, config)
     state = modules_of(name)
-    spelled = {key: spellings.in_modules(key) for key in state}
-    assert all(other is None or spellings.in_modules(other) == other for other in spelled.values())
+    spelled = {key: spellings.in_modules(key) or key for key in state}
+    assert {key: other for key, other in spelled.items() if other != key} == {}
 
 
 TRANSFORMS = {"--dtype": ["--dtype", "bf16"], "--quantize": ["--quantize", "fp8-block"], "average": []}

@@ -274,9 +274,8 @@ class Source:
 
     @property
     def spelling(self) -> str | None:
-        """The spelling of the original's names, as far as it is known, if it is not the published one."""
-        here = MODULES if self.format.modules else None
-        return here if self.manifest is None else self.manifest.source.names
+        """Whose names a format that takes any has of it: those of the original, or of itself if nothing says them."""
+        return self.names_of or (MODULES if self.format.modules and self.manifest is None else None)
 
     @cached_property
     def record(self) -> SourceRecord:

@@ -13,6 +13,7 @@ from reshard.formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from reshard.formats.files.sharded import SourceRecord
 from reshard.formats.hints import synonym
 from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.store import StoredPath, public_name
 from reshard.model.model import AxisSizes, Kind
 from reshard.source.source import Cast, Source
@@ -76,4 +77,5 @@ def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
     is_adapter = SETTINGS in source.model.config
     checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)
-    return replace(source, path=store, checkpoint=checkpoint, was_named=source.names_of).record
+    of_merge = replace(source, path=store, format=HUGGING_FACE, checkpoint=checkpoint, was_named=source.names_of)
+    return of_merge.record

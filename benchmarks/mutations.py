@@ -173,7 +173,7 @@ MUTATIONS = (
     Mutation("reshard", "if self._may_hold_others and self._is_built():", "if False:", PARTS),
     Mutation("reshard", "shutil.disk_usage(self.work).free // 2)", "1 << 60) + (1 << 60)", BUCKETS),
     Mutation("verify", "= group.gather(fn(*args))", "= [fn(*args)] * world_size", LAUNCHES),
-    Mutation("reshard", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
+    Mutation("verify", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
     # parts, uploads, requests that are made again
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
              ("tests/reshard/test_launcher.py",)),

@@ -176,7 +176,7 @@ OF_NO_FUNCTION = {"live", "demo", "formats", "models"}
 def texts() -> Iterator[str]:
     """All texts of the library in which an option or a command stands, with X for what is filled in."""
     for file in (file for folder in ("formats", "reshard", "verify") for file in (ROOT / folder).rglob("*.py")):
-        if "cli" in file.parts or file.name == "draft.py":
+        if "cli" in {*file.parts, file.stem} or file.name == "draft.py":
             continue
         tree = ast.parse(file.read_text())
         inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}

@@ -16,7 +16,7 @@ from reshard.cli import printing as progress
 from reshard.cli.printing import progress_of
 from reshard.move.jobs import Sizes
 from reshard.system import Share
-from reshard.writing import rewrite
+from reshard.writing import summary
 from reshard.writing.rewrite import State
 from tests.support import command, write_checkpoint
 
@@ -109,7 +109,7 @@ def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [*found["time"]] == ["opening", "moving", "publishing"]
     assert abs(sum(found["time"].values()) - found["seconds"]) < 0.1
     assert "Time: " not in command("merge", tmp_path / "out", tmp_path / "short").stdout
-    monkeypatch.setattr(rewrite, "LONG", 0.0)
+    monkeypatch.setattr(summary, "LONG", 0.0)
     done = command("merge", tmp_path / "out", tmp_path / "merged")
     assert re.fullmatch(
         r"Time: opening \d+\.\d s, moving \d+\.\d s, publishing \d+\.\d s\.", done.stdout.splitlines()[-1]

@@ -19,8 +19,9 @@ READ = {"source", "base", "original", "shards", "a", "b", "delta", "plan_file", 
 """What is read; of the cache, the Hub's client decides."""
 NEEDED = {
     "plan": ["--tp", "2"], "profile": ["--tp", "1"], "split": ["--tp", "2"], "verify": [], "merge": [],
-    "diff": [], "patch": [], "average": [], "demo": [],
+    "diff": [], "patch": [], "average": [], "demo": [], "live": ["--from", "fsdp2:2", "--to", "vllm:tp1"],
 }  # fmt: skip
+VERBS = {"live": ["plan"]}
 
 
 def _written() -> Iterator[tuple[str, click.Parameter]]:
@@ -70,7 +71,7 @@ def test_a_file_that_is_there_is_not_replaced(name: str, option: str, made: Path
     before = contents(made)
     for other in (*OTHERS, "no-folder/page.html"):
         sources = [f"missing/{word}" for word in _arguments(name, made)[1:]]
-        done = command(name, *sources, *NEEDED[name], option, other, cwd=made)
+        done = command(name, *VERBS.get(name, ()), *sources, *NEEDED[name], option, other, cwd=made)
         assert done.returncode == 2 and done.stdout == "" and f"Error: {other}" in done.stderr, done.stderr
         assert "will not be overwritten" in done.stderr or "there is no folder" in done.stderr
     assert contents(made) == before and (made / "link").is_symlink() and (made / "nowhere").is_symlink()

@@ -65,7 +65,7 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
     options=(
         changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
         changed("format", help="Show what 'split --as FORMAT' would write."),
-        changed("names", group=Group.WHAT, help="Of --as dcp: source, published or modules."),
+        changed("names", help="Of --as dcp: source, published or modules."),
         "dequantize", "dtype", *PADDING, *ACCESS,
         changed("report", help="Draw what each rank holds, as an HTML page."),
         Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),

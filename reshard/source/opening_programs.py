@@ -390,7 +390,8 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
     every = set[str]().union(*(forms for _, forms in known))
     found = [format for format, forms in known if forms == every]
     if not found:
-        (one, first), (other, second) = sorted(known, key=lambda entry: -len(entry[1]))[:2]
+        one, first = max(known, key=lambda entry: len(entry[1]))
+        other, second = next(entry for entry in known if entry[1] - first)
         raise CheckpointError(
             f"{folder.path} has names of two formats: '{min(first - second)}' of '{one.name}', "
             f"'{min(second - first)}' of '{other.name}'"

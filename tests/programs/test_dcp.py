@@ -143,6 +143,15 @@ def merge_with_config(folder: Path, out: Path, config: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_names_of_two_formats_are_refused_with_one_of_each(tmp_path: Path) -> None:
+    original = write_checkpoint(tmp_path / "original")
+    state: dict[str, Any] = load_file(original / "model.safetensors")
+    folder = save(tmp_path / "dcp", state | {"layers.0.attention.wq.weight": torch.ones(2)})
+    done = command("merge", folder, tmp_path / "merged", "--config", original)
+    assert done.returncode == 2 and "has names of two formats: 'lm_head.weight' of 'dcp'" in done.stderr
+    assert "'layers.*.attention.wq.weight' of 'torchtitan-0.2'" in done.stderr
+
+
 def test_a_tensor_of_the_model_that_no_rule_knows_is_refused(tmp_path: Path) -> None:
     original = write_checkpoint(tmp_path / "original")
     state: dict[str, Any] = {"model." + name: each for name, each in load_file(original / "model.safetensors").items()}

@@ -370,7 +370,8 @@ def test_what_a_device_cannot_compute_in_float64_is_computed_on_the_cpu(
     kind = why.split()[0] if why.startswith("xpu") else "meta"
     monkeypatch.setattr(original, "has_float64", lambda device: device.type == "meta")
     job = compare._job(*store.pair("llama", "float32", tp=2), replace(QUICK, compute_dtype="float32"))
-    ((found, reason),) = run_ranks(original._run_exactly, 1, job, torch.device(kind))
+    folder = store.checkpoint("llama")
+    ((found, reason),) = run_ranks(original._run_exactly, 1, job, torch.device(kind), folder)
     assert found.trace.states["logits"].dtype == torch.float64 and reason == f"float64 on the CPU: {why}"
 
 
@@ -379,7 +380,7 @@ def test_the_machines_fault_is_no_reason_to_go_to_the_cpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(original, "_run_exactly_on", mock.Mock(side_effect=OF_GPUS[0]))
     job = compare._job(*store.pair("llama", tp=2), QUICK)
     with pytest.raises(torch.AcceleratorError):
-        original._run_exactly(job, torch.device("cuda", 0))
+        original._run_exactly(job, torch.device("cuda", 0), store.checkpoint("llama"))
 
 
 def test_the_noise_of_repeated_runs_is_printed_where_sums_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:

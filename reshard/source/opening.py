@@ -298,7 +298,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
         return None
     if source.ranks[0].keys() != checkpoint.tensors.keys():  # a merge writes other names
         checkpoint = replace(checkpoint, records=(), index=None, index_name=None, renamed=True)
-    note = "the names are those of transformers' modules"
+    note = "the source has the names of transformers' modules"
     return replace(source, checkpoint=checkpoint, note="; ".join(filter(None, (checkpoint.note, note))))
 
 

@@ -61,7 +61,8 @@ def test_tensors_are_compared_and_not_names(name: str, kind: str, one: str, othe
     done = command("verify", original, shards, "--exact-only")
     assert done.returncode == 0, done.stdout + done.stderr
     if kind in ("ranks", "vllm", "dcp"):
-        assert ("which have other names" in done.stdout) == (one != other), done.stdout
+        names = [load_file(folder / "model.safetensors").keys() for folder in (original, source)]
+        assert ("or of other names" in done.stdout) == (names[0] != names[1]), done.stdout
 
 
 @pytest.mark.parametrize("one", one_of_each(SPELLINGS, lambda one: one.endswith("of modules")))
@@ -74,7 +75,7 @@ def test_a_wrong_element_is_found_under_another_name(one: str, tmp_path: Path) -
     for side in ((original, changed), (changed, original)):
         done = command("verify", *side, "--exact-only")
         assert done.returncode == 1 and "1 different element" in done.stdout, done.stdout + done.stderr
-        assert ".layers.2.mlp.experts.3.up_proj.weight[2, 1]" in f".{done.stdout}", done.stdout
+        assert "layers.2.mlp.experts.3.up_proj.weight[2, 1]" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("one", one_of_each(SPELLINGS, lambda one: one.endswith("of modules")))

@@ -67,7 +67,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
     """The right manifest, with the checksums that the one in the folder has (see ``wrong_checksums``)."""
     identity = original.identity(plan)
     record = dataclasses.replace(original.record, location=manifest.source.location, commit=manifest.source.commit)
-    if is_spelled_otherwise(original, manifest):
+    if is_of_other_files(original, manifest):
         record, identity = manifest.source, dataclasses.replace(identity, source=manifest.source.id)
     if _made_without(original, manifest):  # shards without a manifest do not describe the original files
         record = dataclasses.replace(record, files=(), index=None, aliases={})
@@ -90,9 +90,13 @@ def _made_without(original: Source, manifest: Manifest) -> bool:
     return not manifest.source.files and {stamp.name for stamp in manifest.inputs} != {s.name for s in original.states}
 
 
-def is_spelled_otherwise(original: Source, manifest: Manifest) -> bool:
-    """Whether the files that shards were made of have the tensors of the original's under other names."""
+def is_of_other_files(original: Source, manifest: Manifest) -> bool:
+    """Whether the files that shards were made of are not the original's: they have other names for its tensors, or the
+    original is itself put together from parts, in another order.
+    """
     ours, theirs = original.record, manifest.source
+    if original.was_split:
+        return [file.header for file in ours.files] != [file.header for file in theirs.files]
     if not (ours.files and theirs.files and ours.names == theirs.names):
         return bool(theirs.files) and ours.names != theirs.names
     if [file.header for file in ours.files] == [file.header for file in theirs.files]:
@@ -112,7 +116,7 @@ def expected_source(original: Source, shards: Source) -> str:
     """
     fingerprint = original.record.id
     if (manifest := shards.manifest) is not None:
-        is_other = _made_without(original, manifest) or is_spelled_otherwise(original, manifest)
+        is_other = _made_without(original, manifest) or is_of_other_files(original, manifest)
         return manifest.source.id if is_other else fingerprint
     headers = (read_shard(f.metadata, f.path) for f in shards.files.values() if METADATA_KEY in f.metadata)
     stated = next((shard.identity.source for shard in headers), None)
@@ -199,7 +203,7 @@ def stated_checksums(original: Source, shards: Source) -> dict[FilePath, str | N
     if manifest is None:
         return {}
     records = (record for files in manifest.ranks.values() for record in files)
-    of_original = () if is_spelled_otherwise(original, manifest) else manifest.source.files
+    of_original = () if is_of_other_files(original, manifest) else manifest.source.files
     return {shards.path / record.name: record.checksum for record in records} | {
         original.path / file.name: file.checksum for file in of_original
     }

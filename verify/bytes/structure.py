@@ -84,8 +84,8 @@ class Structure:
             self.not_compared += sorted(own - {*lacking})
             self.not_compared += [f"{name} (not there)" for name in lacking]
             self.not_compared += extra
-        if shards.manifest is not None and folder.is_spelled_otherwise(self.original, shards.manifest):
-            self.not_compared.append(f"what {MANIFEST} says of the files of its source, which have other names")
+        if shards.manifest is not None and folder.is_of_other_files(self.original, shards.manifest):
+            self.not_compared.append(f"what {MANIFEST} says of its source's files: others, or of other names")
         self._check_identity()
         if not (self.missing or self.extra or self.problems):
             self.configs += folder.header_differences(self.original, shards, plan)

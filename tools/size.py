@@ -29,8 +29,8 @@ class Size(NamedTuple):
 
 CEILING = {
     "formats": Size(43, 6793, 688, 106),
-    "reshard": Size(115, 16986, 1474, 191),
-    "verify": Size(64, 7294, 661, 104),
+    "reshard": Size(115, 16989, 1474, 191),
+    "verify": Size(64, 7292, 661, 104),
 }
 
 _NOT_CODE = {

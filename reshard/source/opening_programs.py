@@ -377,8 +377,9 @@ def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
 
 
 def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
-    """The formats of a distributed checkpoint that know each of the names which one of them knows: also that with the
-    names of transformers' modules. Raises CheckpointError if none does; without a config.json, all may be.
+    """The formats of a distributed checkpoint that know each of the layers' names which one of them knows: also that
+    with the names of transformers' modules. Those that know more of the other names come first. Raises CheckpointError
+    if none does; without a config.json, all may be.
     """
     known = list[tuple[Format, set[str]]]()
     for format in dict.fromkeys(spelled for each in formats for spelled in (each, with_names(each, MODULES, None))):
@@ -387,14 +388,17 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
             config, _ = _config_of(format, folder, ())
             forms = known_forms(names, _spelling(format, folder.architecture(config), config))
         known.append((format, forms))
-    every = set[str]().union(*(forms for _, forms in known))
-    found = [format for format, forms in known if forms == every]
+    known.sort(key=lambda entry: len(entry[1]), reverse=True)
+    of_layers = [{form for form in forms if "*" in form} for _, forms in known]
+    every = set[str]().union(*of_layers)
+    found = [format for (format, _), forms in zip(known, of_layers, strict=True) if forms == every]
     if not found:
-        one, first = max(known, key=lambda entry: len(entry[1]))
-        other, second = next(entry for entry in known if entry[1] - first)
+        (one, _), first = known[0], of_layers[0]
+        (other, _), second = next(entry for entry in zip(known, of_layers, strict=True) if entry[1] - first)
         raise CheckpointError(
-            f"{folder.path} has names of two formats: '{min(first - second)}' of '{one.name}', "
-            f"'{min(second - first)}' of '{other.name}'"
+            f"{folder.path} has names of two formats: '{min(first - second, default='none')}' of '{one.name}', "
+            f"'{min(second - first)}' of '{other.name}'",
+            "save the one model alone",
         )
     return found
 

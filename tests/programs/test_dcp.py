@@ -143,13 +143,24 @@ def merge_with_config(folder: Path, out: Path, config: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_names_of_two_formats_are_refused_with_one_of_each(tmp_path: Path) -> None:
+def test_what_another_format_would_call_a_tensor_is_no_second_reading(tmp_path: Path) -> None:
+    """torchtitan calls a head output.weight, and has no other tensor here."""
     original = write_checkpoint(tmp_path / "original")
     state: dict[str, Any] = load_file(original / "model.safetensors")
-    folder = save(tmp_path / "dcp", state | {"layers.0.attention.wq.weight": torch.ones(2)})
+    folder = save(tmp_path / "dcp", state | {"probe.output.weight": torch.ones(2)})
     done = command("merge", folder, tmp_path / "merged", "--config", original)
-    assert done.returncode == 2 and "has names of two formats: 'lm_head.weight' of 'dcp'" in done.stderr
-    assert "'layers.*.attention.wq.weight' of 'torchtitan-0.2'" in done.stderr
+    assert done.returncode == 0 and "probe" in done.stdout, done.stderr
+    assert contents(tmp_path / "merged")["model.safetensors"] == (original / "model.safetensors").read_bytes()
+
+
+def test_two_models_in_the_names_of_two_formats_are_refused(tmp_path: Path) -> None:
+    original = store.checkpoint("qwen3")
+    split(original, tmp_path / "titan", format="torchtitan")
+    other = {f"other.{name}": each for name, each in everything(tmp_path / "titan").items()}
+    folder = save(tmp_path / "dcp", load_file(original / "model.safetensors") | other)
+    done = command("merge", folder, tmp_path / "merged", "--config", original)
+    assert done.returncode == 2 and "names of two formats: 'model.layers.*.input_layernorm.weight' of" in done.stderr
+    assert "'other.layers.*.attention.k_norm.weight' of 'torchtitan'" in done.stderr
 
 
 def test_a_tensor_of_the_model_that_no_rule_knows_is_refused(tmp_path: Path) -> None:

@@ -86,11 +86,6 @@ class SourceRecord:
     names: str | None = None
 
     @property
-    def is_respelled(self) -> bool:
-        """Whether its files have other names than the model."""
-        return self.names is not None or self.is_wrapped
-
-    @property
     def is_wrapped(self) -> bool:
         """Whether its names have a beginning, or words of wrappers."""
         return any(file.beginning is not None for file in self.files)

@@ -324,7 +324,7 @@ def test_the_config_file_of_the_program(tmp_path: Path) -> None:
     assert exact(folder, "llama3", "meta").missing == ("params.json",)
 
 
-FORMS = ("vllm", "transformers", "dcp", "megatron", "sglang", "dcp-transformers")
+FORMS = ("vllm", "transformers", "dcp", "megatron", "sglang")
 
 
 @pytest.mark.parametrize("has_manifest", [False, True])

@@ -8,7 +8,8 @@ target's. No source byte is read twice, and no target byte is written twice. Thi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -166,8 +167,12 @@ class Slab:
         return sum(region.nbytes for region in (*self.reads, *self.writes))
 
 
-Route = Callable[[int], Iterator[Slab]]
-"""How a tensor goes from one layout to another: the steps of about so many bytes of buffer each."""
+class Route(ABC):
+    """How a tensor goes from one layout to another."""
+
+    @abstractmethod
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
 
 
 class _Part(NamedTuple):
@@ -179,7 +184,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Transfer:
+class Transfer(Route):
     """The way of an atom from one spread to another, for some target ranks."""
 
     def __init__(

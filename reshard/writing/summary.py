@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +70,9 @@ class Summary(Result):
     """
     spent: Spent | None = None
     """None if nothing was to be written."""
-    planned: Sequence[FilePlan] = ()
+    planned: Sequence[FilePlan] = field(default=(), compare=False)
     """With ``dry_run``: the weight files that would be written."""
-    moves: Sequence[Job] = ()
+    moves: Sequence[Job] = field(default=(), compare=False)
     """With ``dry_run``: what would go from where to where."""
 
     @property

@@ -182,7 +182,7 @@ def json_object(value: object, where: str) -> dict[str, Any]:
 
 
 def optional(reader: Reader[T]) -> Reader[T | None]:
-    """What ``reader`` reads, or null."""
+    """Return a reader of null, or of anything that ``reader`` reads."""
     return lambda value, where: None if value is None else reader(value, where)
 
 
@@ -218,14 +218,14 @@ LONGEST_NAME = 255
 
 @lru_cache(maxsize=4096)  # many chunks are in few files
 def is_inside(name: str) -> bool:
-    """Whether a name with ``/`` can be that of something below the folder that it is relative to."""
+    """Whether a relative name stays inside its folder, and its parts can be names of files."""
     path = PurePosixPath(name)
     can_be = all(len(part.encode("utf-8", "surrogatepass")) <= LONGEST_NAME for part in path.parts) and "\0" not in name
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and can_be
 
 
 def notation(parse: Callable[[str], T], what: str = "a text", kinds: tuple[type, ...] = (str,)) -> Reader[T]:
-    """What ``parse`` makes of a string, or of a number as one. A NotationError then names the place."""
+    """Return a reader that gives a string, or a number as a string, to ``parse``. Its NotationError names the place."""
 
     def read(value: object, where: str) -> T:
         if not isinstance(value, kinds):
@@ -289,7 +289,7 @@ READERS: dict[Any, Reader[Any]] = {
 }  # fmt: skip
 """The readers of values, by their types. Whoever has other types of values adds theirs."""
 WRITERS: dict[Any, Callable[[Any], object]] = {}
-"""What stands in a document for a value of a type that is read from a text."""
+"""For each type that is read from a text: the function that turns a value back into what a document holds."""
 
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
@@ -315,7 +315,7 @@ def reader_of(kind: Callable[..., T]) -> Reader[T]:
 
 
 def document_of(value: Any) -> Any:
-    """What ``structure`` makes the dataclass from. A field that has its default is left out."""
+    """Return the JSON document from which ``structure`` makes this value, without fields that have their default."""
     if isinstance(value, (tuple, list, frozenset)):
         return [document_of(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, Mapping):

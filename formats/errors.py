@@ -26,7 +26,7 @@ class ReshardError(Exception):
     """
 
     names_options: ClassVar[bool] = False
-    """Whether this process is the command line, whose errors keep the options."""
+    """Whether errors name options (``--tp``): true in the process of the command line, false in Python."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         words: Callable[[str], str] = str if self.names_options else in_python
@@ -156,14 +156,14 @@ class Refusal:
     advice: str | None = None
 
     def message(self, call: Callable[[str, object], str] = setting_text) -> str:
-        """What is refused and why; ``call`` says how a field with a value is called."""
+        """Return the sentence that names the refused setting and the reason. ``call`` writes a field with its value."""
         settings = " ".join(call(*setting) for setting in self.beside.items()) or (
             self.format and f"the format '{self.format}'"
         )
         return f"{call(self.name, self.value)} is not possible{f' with {settings}' if settings else ''}: {self.why}"
 
     def hint(self, call: Callable[[str, object], str] = setting_text) -> str | None:
-        """What to do about it."""
+        """Return the valid degrees, the settings to give instead, and the advice; None if there are none."""
         ways = ", or ".join(" ".join(call(*setting) for setting in settings.items()) for settings in self.instead)
         if self.valid:
             ways = f"valid degrees: {', '.join(map(str, self.valid))}{', or ' if ways else ''}{ways}"

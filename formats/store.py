@@ -1,10 +1,10 @@
-"""Where files are, and the door through which they are read.
+"""Paths to checkpoints, and the one door through which all files are read.
 
 A checkpoint lies in a folder of this machine (``Path``), or in a ``Store``, whose files are listed and read by ranges.
 A ``StoredPath`` names a file or a folder of a store, and does what is needed of a ``Path``.
 
-Of this machine regular files alone are read, of a size that is sane for what they should be. A pipe would wait for a
-writer, a device has no end, and a folder is no file; a link is followed to what it leads to.
+On this machine only regular files are read, up to a size that is sane for their kind: a pipe would wait for a writer,
+and a device has no end. A link is followed to its file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Store(ABC):
 
     @abstractmethod
     def local(self, file: str) -> Path | None:
-        """Where a file is on this machine; None if it is read by ranges."""
+        """Return the path of a file that is on this machine; None if the file is read by ranges."""
 
     @abstractmethod
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> Sequence[bytes]:
@@ -96,12 +96,12 @@ class StoredPath:
     inner: str = ""
 
     def __truediv__(self, name: str | PurePosixPath) -> StoredPath:
-        """What lies in this folder under a name, or under several with ``/``."""
+        """Return the path of a file or folder below this one; ``name`` may have several parts with ``/``."""
         joined = os.path.normpath(PurePosixPath(self.inner, name).as_posix())
         return StoredPath(self.store, "" if joined == "." else joined)
 
     def __str__(self) -> str:
-        """What messages call it."""
+        """Return the path as messages show it."""
         return f"{self.store.name}/{self.inner}" if self.inner else self.store.name
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class StoredPath:
         return self.store.stats[self.inner]
 
     def iterdir(self) -> Iterator[StoredPath]:
-        """What lies in this folder."""
+        """Iterate over the files and folders in this folder."""
         return (self / name for name in self.store.folders.get(self.inner, ()))
 
     def glob(self, pattern: str) -> Iterator[StoredPath]:
@@ -157,7 +157,7 @@ FilePath = Path | StoredPath
 
 
 def local_path(path: FilePath) -> Path | None:
-    """Where a file, or the folder of a whole store, is on this machine; None if it is not."""
+    """Return the path on this machine of a file, or of a whole store's folder; None if it is elsewhere."""
     if isinstance(path, Path):
         return path
     return path.store.local(path.inner) if path.inner else path.store.folder
@@ -179,7 +179,7 @@ def name_in(path: FilePath, folder: FilePath) -> str:
 
 
 def is_in(path: FilePath, folder: FilePath) -> bool:
-    """Whether a file or folder lies in a folder, or is it."""
+    """Whether a path is a folder, or lies below it."""
     if isinstance(path, StoredPath):
         at_store = isinstance(folder, StoredPath) and folder.store is path.store
         return at_store and PurePosixPath(path.inner).is_relative_to(cast(StoredPath, folder).inner)
@@ -192,18 +192,19 @@ def sorted_paths(paths: Iterable[FilePath]) -> list[FilePath]:
 
 
 def glob(folder: FilePath, pattern: str) -> list[FilePath]:
-    """What lies below a folder under names like ``pattern`` (``*.safetensors``, ``rank-*/*.json``), in order."""
+    """Return the sorted paths below a folder that match ``pattern`` (``*.safetensors``, ``rank-*/*.json``)."""
     return sorted_paths([*folder.glob(pattern)])
 
 
 def location_of(path: FilePath) -> str:
-    """Where a checkpoint is: the Hub's id, a URL without secrets, or the path of a folder."""
+    """Return the location of a checkpoint: the Hub's id, a URL without secrets, or the path of a folder."""
     return path.store.location if isinstance(path, StoredPath) else os.path.realpath(path)
 
 
 def public_name(path: FilePath) -> str:
-    """What outputs call a checkpoint: as ``location_of``, but of a folder only its name, because outputs are published
-    and its path is private.
+    """Return the name of a checkpoint for outputs, which are published: its location or, as paths are private, only the
+    name
+    of its folder.
     """
     return str(path) if isinstance(path, StoredPath) else Path(os.path.realpath(path)).name
 
@@ -250,7 +251,7 @@ class Unchanging(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the file."""
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if it is in another."""
@@ -264,7 +265,7 @@ def opened(file: Unchanging) -> BinaryIO:
 
 
 def prefetch(file: IO[bytes], ranges: Iterable[Range]) -> None:
-    """Of an open file that is not on this machine, read ranges together that will be read one by one."""
+    """Read ranges together that will soon be read one by one. Does nothing for a file on this machine."""
     if isinstance(raw := getattr(file, "raw", None), RangeFile):
         raw.prefetch(ranges)
 
@@ -336,7 +337,7 @@ def read_into(path: FilePath, descriptor: int, begin: int, view: memoryview) -> 
 
 
 def unreadable(path: FilePath, error: OSError) -> CheckpointError:
-    """What the operating system says of a file that cannot be read."""
+    """Return the error for a file that cannot be read, in the operating system's words."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 

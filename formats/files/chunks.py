@@ -46,7 +46,7 @@ class Sharded(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """That of its chunks, of which there is one at least."""
+        """The dtype of the tensor's chunks, of which there is at least one."""
         return self.chunks[0][1].dtype
 
 

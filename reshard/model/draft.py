@@ -80,7 +80,7 @@ def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[Ful
 
 
 def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: FullTensor) -> bool:
-    """Whether a tensor has a line, and its shape is that of the line."""
+    """Whether a line covers the tensor and fits its shape."""
     if architecture.match(tensor.name) is None:
         return False
     try:

@@ -27,7 +27,9 @@ _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
 _REQUESTS = 16
 
 Content = FilePath | Remote | bytes
-"""What a file of a store is: a local file, one of another store, one that is read by ranges, or bytes in memory."""
+"""The content of a store's file: a local file, a file of another store, a file that is read by ranges, or bytes in
+memory.
+"""
 
 
 class RangeStore(Store):

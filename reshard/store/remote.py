@@ -66,7 +66,7 @@ class Remote(ABC):
         return ()
 
     def over_network(self, nbytes: int) -> int:
-        """How many bytes are fetched over the network to read ``nbytes`` of it."""
+        """Return the number of bytes that a read of ``nbytes`` fetches over the network."""
         return 0 if self.paths else nbytes
 
     def check_unchanged(self) -> None:  # noqa: B027  # each answer of a server says it

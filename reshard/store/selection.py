@@ -38,7 +38,7 @@ _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
 
 
 class Weights(Enum):
-    """How much of a remote source's weights is needed."""
+    """The share of a remote source's weights that a command needs."""
 
     FILES = "files"
     RANGES = "ranges"
@@ -51,7 +51,7 @@ class Weights(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HubAccess:
-    """How the Hub is reached.
+    """Settings of the access to the Hub.
 
     ``revision``: a branch, tag or commit.
     ``token``: the Hub's token, by default HF_TOKEN or that of ``hf auth login``.
@@ -124,7 +124,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
 
 
 def _saved(listing: Iterable[str], step: str = "") -> list[str]:
-    """What a training program saved in the folder of a step."""
+    """Return the names that a training program gives its files, in the folder of a step."""
     from reshard.formats.files.training import SAVED  # rarely needed
 
     return sorted(name for name in listing if name.startswith(step) and SAVED.fullmatch(name, len(step)))

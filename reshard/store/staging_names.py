@@ -1,4 +1,4 @@
-"""How reshard recognises its own folders and files: the names of those beside an output while it is built.
+"""Names of reshard's own folders and files, beside an output while it is built, by which it recognises them.
 
 A folder ``OUT.partial`` with a journal was made by reshard; without one it is refused.
 """
@@ -60,7 +60,7 @@ def task_name(task: Mapping[str, Any]) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and no link to one."""
+    """Whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -101,7 +101,7 @@ def lock(path: Path, *, wait: bool) -> IO[str] | None:
 
 
 def is_there(file: IO[str]) -> bool:
-    """Whether an open file still has its name."""
+    """Whether an open file still has its name, so was neither removed nor replaced."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), Path(file.name).stat())
     return False

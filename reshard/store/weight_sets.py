@@ -48,7 +48,7 @@ class WeightSet:
 
     @property
     def date(self) -> str:
-        """When its files were last written; nothing, if that is not known."""
+        """The time of the last write to its files, for messages; "" if unknown."""
         paths = [local_path(self.folder / name) for name in self.parts]
         times = [path.stat().st_mtime for path in paths if path is not None and path.exists()]
         return f" ({datetime.fromtimestamp(max(times)):%Y-%m-%d %H:%M:%S})" if times else ""

@@ -52,7 +52,9 @@ class Finished:
 
 
 def finished_entry(finished: Finished, numbers: dict[Read, int]) -> dict[str, Any]:
-    """What a journal has of a finished file. What was read for several files gets a number, and is written once."""
+    """Return the journal's entry for a finished file. A read that served several files gets a number, and is written
+    once.
+    """
     reads = list[Any]()
     for read in finished.reads:
         is_new, number = read not in numbers, numbers.setdefault(read, len(numbers))
@@ -123,7 +125,9 @@ class FileShare:
         return bool(self.folders) or not (self.label == WHOLE or self.label.endswith("-of-1"))
 
     def goes_with(self, run: Run) -> bool:
-        """Whether another share may be written at the same time: no file is in both, nor is either the whole."""
+        """Whether another process may write its share at the same time: no file is in both, and neither is the whole
+        output.
+        """
         is_like = WHOLE not in (self.label, run.label) and run.begin["folders"] == bool(self.folders)
         return is_like and self.files.isdisjoint(run.begin["files"])
 
@@ -156,7 +160,7 @@ def unfinished_command(path: Path) -> str | None:
 
 
 def unfinished_parts(work: Path) -> Iterator[str]:
-    """How far each part of an output is that has not ended; nothing, if one process writes the output."""
+    """Yield a line for each part of an output that has not ended; none if one process writes the output."""
     parts = [run for run in runs_in(work) if run.label.startswith("part-")]
     for run in parts:
         names = {entry["name"] for _, entry in read_journal(work / f"{JOURNAL}{run.label}", "name")}

@@ -86,7 +86,9 @@ class Uploading(Staging):
         self._uploads: list[Future[None]] = []
 
     def check(self) -> None:
-        """As ``Staging.check``, for a place in a bucket, and for the disk on which a few files are built at a time."""
+        """Raise an error as ``Staging.check`` does, for a place in a bucket, and if the disk here has no room for the
+        largest file.
+        """
         if self.share.label != WHOLE and self._overwrite:
             raise PlanError(
                 f"--overwrite is not possible where several processes write to {self.shown}",
@@ -206,9 +208,9 @@ class Uploading(Staging):
         raise CheckpointError(f"{self.shown} was published or removed by another run", "run it again")
 
     def _is_published(self, *, is_ending: bool = False) -> bool:
-        """Whether the output of this task is complete there, with the weight files that this process has seen there.
+        """Whether this task's output is complete in the bucket, and this process's weight files are unchanged there.
 
-        ``is_ending``: also while its other processes remove their journals.
+        With ``is_ending``, the journals of the task's other processes may still be there.
         """
         objects = self._bucket.objects()
         seen = {name: self._noted[name].etag for name in (self.share.planned if self._is_last else ())}
@@ -252,7 +254,7 @@ class Uploading(Staging):
     # -- uploading
 
     def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
-        """As many files at a time as the local disk has room for; each batch is uploaded before the next is written."""
+        """Yield as many files at a time as fit on the local disk; each batch is uploaded before the next is written."""
         pending = deque((name, size) for name, size in files if name in self.share.files - self.finished.keys())
         while True:
             room = min(ROOM, shutil.disk_usage(self.work).free // 2)
@@ -305,7 +307,7 @@ class Uploading(Staging):
                 upload.result()
 
     def _entries(self, keys: Iterable[str]) -> Iterator[tuple[str, Uploaded]]:
-        """What the journals of this task among these have."""
+        """Yield the entries of the journals among these keys that belong to this task."""
         for key in sorted(keys):
             numbered = dict[int, Read]()
             for begin, entry in journal_in(self._bucket.content(key), "name"):
@@ -331,7 +333,7 @@ class Uploading(Staging):
     # -- publishing
 
     def is_last(self) -> bool:
-        """Whether the files of all processes are in the bucket; takes them over.
+        """Return whether the files of all processes are in the bucket, and take them over.
 
         Raises PublishedError if another process has published them, CheckpointError if some are no longer there.
         """

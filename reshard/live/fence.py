@@ -69,8 +69,9 @@ class Fence:
         threading.Thread(target=self._listen, name="reshard fence", daemon=True).start()
 
     def gather(self, what: str, document: object, patience: float | None = None) -> list[Any]:
-        """What each rank said under this name, in the order of ranks, as JSON has it. All ranks gather the same things
-        in one order.
+        """Return what each rank said under this name, in the order of ranks, as JSON. All ranks gather the same things
+        in one
+        order.
 
         Raises LiveError on all ranks if one failed, died or does not come within ``patience`` seconds, by default the
         timeout.
@@ -342,7 +343,7 @@ class _Coordinator(threading.Thread):
 
 
 def _token(names: Sequence[str], secret: str) -> bytes:
-    """What all processes must know."""
+    """Return the secret by which processes of one push know each other."""
     return sha256(json_bytes([__version__, names, secret])).digest()
 
 

@@ -34,15 +34,15 @@ BUCKET = 64 << 20
 LINK = 50e9
 """Bytes a second that a rank sends or receives, if nobody says how many."""
 MOST = 16
-"""Of more ranks on a side, neighbours that send or receive as much are shown as one line."""
+"""The most ranks of a side that are shown one by one. Of more, neighbours with equal traffic are shown as one line."""
 _SMALLEST = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """How an atom, or a part of it, goes from one side to the other; atoms that lie alike share it.
+    """The boxes of an atom, or of a part of it, that go from one side to the other. Atoms that lie alike share a link.
 
-    Any source of a box may send it. It goes to each of its targets. ``has_choice``: a box has several sources.
+    Any source of a box may send it; each of its targets receives it. ``has_choice``: a box has several sources.
     """
 
     number: int
@@ -84,7 +84,7 @@ class Part(NamedTuple):
 
     @property
     def function(self) -> str | None:
-        """What the target stores of each element, if not the element."""
+        """The function that the target applies to each element; None if it stores the element itself."""
         return self.move.dst.portion.function
 
 

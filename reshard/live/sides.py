@@ -74,15 +74,15 @@ def from_document(document: Mapping[str, Any]) -> list[Slice]:
 
 
 Ranks = Sequence[Sequence[Slice]]
-"""What each rank of a live side holds."""
+"""The slices of each rank of a live side."""
 
 _WHERE = Path("the live model")
 
 
 class LiveState(NamedTuple):
-    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors.
+    """The tensors of a running program's ranks: parts of a format's stored tensors, by their names.
 
-    ``beyond`` are the names of buffers that no checkpoint has: they are not among these, and are left alone.
+    ``beyond`` are names of buffers that no checkpoint has; they are not among these, and are left alone.
     """
 
     format: Format
@@ -102,7 +102,7 @@ def unstacked(format: Format, part: Slice) -> Slice:
 
 
 def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> LiveState:
-    """What ranks hold, without buffers that no checkpoint of the model has. Raises CheckpointError."""
+    """Return the state without buffers that no checkpoint of the model has. Raises CheckpointError."""
     architecture = find_architecture(dict(config), _WHERE)
     origins = NameInverse(live.format, architecture, config)
     names = {part.name for parts in live.ranks for part in parts if part.is_buffer}

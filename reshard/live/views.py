@@ -135,13 +135,13 @@ class Parcel:
 
 
 def _moved(tensor: torch.Tensor, elements: int) -> int:
-    """How far it is in memory from a tensor's first element to that of a number, in elements."""
+    """Return the distance in memory, in elements, from a tensor's first element to the element of this number."""
     index = np.unravel_index(elements, tensor.shape)
     return sum(int(place) * stride for place, stride in zip(index, tensor.stride(), strict=True))
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
-    """What arrived, as the target stores it."""
+    """Convert a received block to the form in which the target stores it."""
     move, function = part.move, part.function
     if move.dtype == stored and function is None:
         return block

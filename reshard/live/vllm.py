@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.live.wire import Stats
 
 NAME = "reshard"
-"""Of the backend, as in ``--weight-transfer-config '{"backend": "reshard"}'``."""
+"""The backend's name, as in ``--weight-transfer-config '{"backend": "reshard"}'``."""
 
 
 def register() -> None:

@@ -36,10 +36,11 @@ ANSWER = "reshard's answer: "
 
 
 def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
-    """How vLLM's loaders and our rules differ: a line for each tensor of each rank, none if they agree.
+    """Compare vLLM's loaders with our rules: one line for each tensor of a rank that differs, none if they agree.
 
     ``source`` is a checkpoint in Hugging Face's form, of which only headers are read; ``target`` has ranks of tp, and
-    experts are dealt to all of these or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot build
+    experts are divided over all of them or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot
+    build
     the model, or its loader cannot be followed; ReshardError.
     """
     opened = open_any(source, Access(), Weights.HEADERS)

@@ -129,7 +129,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
 
 
 def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:
-    """How the running model's own loader and our rules differ, as ``witness.compare`` says it. No request may run.
+    """Compare the running model's own loader with our rules, as ``witness.compare`` does. No request may run meanwhile.
 
     Raises LiveError if the loader does what is not followed.
     """

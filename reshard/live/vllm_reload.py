@@ -30,11 +30,11 @@ SYMBOLS = {
     "get_layer_tensors": 1, "get_layerwise_info": 1, "initialize_online_processing": 1,
     "is_deferred_attention_layer": 1, "materialize_layer": 2, "restore_layer_on_meta": 2,
 }  # fmt: skip
-"""What is used of it, with the number of arguments."""
+"""Functions of vLLM that are used, with the number of their arguments."""
 
 
 def version() -> str:
-    """Of vLLM."""
+    """Return vLLM's version."""
     return str(importlib.import_module("vllm").__version__)
 
 

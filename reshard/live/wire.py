@@ -60,7 +60,7 @@ _WORDS = ("version", "step", "size", "checksum")
 
 
 class Stats(NamedTuple):
-    """What one rank sent and received in an exchange: bytes for each peer, without heads; messages; seconds."""
+    """The traffic of one rank in an exchange: bytes for each peer, without heads; messages; seconds."""
 
     sent: dict[int, int]
     received: dict[int, int]
@@ -327,7 +327,7 @@ class _Ring:
         self._used = deque[tuple[int, int]]()
 
     def take(self, size: int) -> int | None:
-        """Where ``size`` bytes begin; None if they are not free."""
+        """Take ``size`` bytes and return the place where they begin; None if they are not free."""
         first, last = (self._used[0][0], self._used[-1][1]) if self._used else (0, 0)
         wrapped = bool(self._used) and self._used[-1][0] < first
         if last + size <= (first if wrapped else self.memory.numel()):
@@ -358,7 +358,9 @@ def _mapped(file: int) -> torch.Tensor:
 
 
 def _machine(device: torch.device) -> str:
-    """What processes that can share memory have in common: machine, network namespace (of the socket), user, GPU."""
+    """Return an equal text for processes that can share memory: machine, network namespace (of the socket),
+    user, GPU.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     gpu = ""
     if device.type == "cuda":

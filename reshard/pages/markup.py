@@ -95,7 +95,7 @@ class Frame:
 
     @property
     def middle(self) -> float:
-        """Where a title below the plot is centred."""
+        """The centre of a title below the plot."""
         return (self.width + self.left) / 2
 
     @property
@@ -180,7 +180,7 @@ class Cell(NamedTuple):
     name: str
     numbers: str
     shown: str = ""
-    """What stands in it, where there is room."""
+    """The text in the cell, if there is room."""
 
 
 def matrix(

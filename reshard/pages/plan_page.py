@@ -43,10 +43,11 @@ Ranks = frozenset[int]
 
 
 Drawn = dict[str, object]
-"""What the template draws. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
-``words``, ``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``,
-``height``, ``cells``, and of what is packed the ``lines`` between, and the ``names`` with their places. A cell, which
-the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
+"""Data for the template. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
+``words``,
+``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``, ``height``, ``cells``
+and, for a packed one, the ``lines`` between its parts, and their ``names`` with places. A cell, which the same ranks
+hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
 """
 
 
@@ -75,7 +76,9 @@ def _stages(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
-    """What is drawn: what stands outside of the layers, and one layer of each kind, named by all that are like it."""
+    """Return the blocks to draw: the weights outside of the layers, and one layer of each kind, named by all that are
+    like it.
+    """
     architecture = plan.model.architecture
     order = {template: number for number, template in enumerate(architecture.tensors)}
     laid = sorted(plan.laid, key=lambda kind: order.get(kind.template, len(order)))
@@ -191,7 +194,7 @@ class _Picture:
             yield name, [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
 
     def legend(self) -> Iterator[tuple[str | None, str]]:
-        """What the fills mean."""
+        """Yield the fills with their meanings."""
         for rank in range(min(self.plan.mesh.size, 16)):
             yield self.colour(rank), f"rank {rank}"
         if self.plan.mesh.size > 16:
@@ -236,7 +239,7 @@ class _Picture:
         return by_ranks
 
     def _experts(self, kind: Kind, arrows: Sequence[str]) -> Drawn:
-        """Which ranks have which experts, where each expert is a tensor of its own."""
+        """Draw the experts of each rank, if each expert is a tensor of its own."""
         alike = self._alike(kind)
         counts = {ranks: sum(tensor.count // max(1, len(tensor.layers)) for tensor in alike[ranks]) for ranks in alike}
         total, x, cells = sum(counts.values()), 0.0, list[Drawn]()
@@ -286,7 +289,7 @@ class _Picture:
         return {"words": words, "width": width, "height": height, "cells": cells, "lines": lines, "names": names}
 
     def _packed(self, layout: Layout, down: _Side, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
-        """Where lines are between what is packed, and the places and names of its parts."""
+        """Return the lines between the parts of a packed weight, and the places and names of the parts."""
         lines, names, offset = list[str](), list[tuple[str, str]](), 0.0
         dim = layout.rule.dims[down.dim] if layout.rule.dims and down.dim is not None else None
         if dim is None or len(dim.summands) < 2 or dim.counted != (1, 1):
@@ -341,7 +344,7 @@ def _segments(side: _Side) -> list[tuple[Run, Ranks]]:
 
 
 def _drawn(side: _Side, run: Run, scale: float) -> tuple[float, float]:
-    """Where a run of a side begins in a drawing, and its length there."""
+    """Return the begin and the length of a run in a drawing."""
     if side.length * scale <= THINNEST:
         return 0.0, THINNEST
     return run.offset * scale, max(0.5, run.length * scale)

@@ -119,7 +119,9 @@ def _interrupted() -> str:
 
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> NoReturn:
-    """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
+    """Verify as one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its
+    word.
+    """
     from reshard.verify.command import SILENT, Display, attempt
     from reshard.verify.forward.launch import Crew
 

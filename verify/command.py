@@ -1,5 +1,6 @@
-"""What ``reshard verify`` does, for a Python caller too. The proof opens both checkpoints, compares bytes,
-and then runs the model, unless the shards cannot be run.
+"""The command ``reshard verify``, for a Python caller too. The proof opens both checkpoints, compares bytes, and then
+runs
+the model, unless the shards cannot be run.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _engine_options(request: VerifyRequest) -> EngineOptions:
 
 
 def _forward_job(request: VerifyRequest, original: Source, shards: Source) -> Job:
-    """What the ranks of the forward pass are to do. Raises ReshardError for what cannot be run."""
+    """Return the job of the ranks in the forward pass. Raises ReshardError if the model cannot be run."""
     from reshard.verify.forward.compare import prepare  # torch
     from reshard.verify.forward.job import ForwardOptions
 
@@ -220,7 +221,7 @@ _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
 
 @dataclass(frozen=True)
 class VerifyRequest(Access, RunSettings):
-    """What ``verify`` takes.
+    """Arguments of ``verify``.
 
     With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs.
 
@@ -276,7 +277,9 @@ class VerifyRequest(Access, RunSettings):
 
 
 def needs(request: VerifyRequest) -> Needs:
-    """What the forward pass would take: both checkpoints are opened, and nothing is compared. Raises ReshardError."""
+    """Return the memory that the forward pass needs: both checkpoints are opened, and nothing is compared. Raises
+    ReshardError.
+    """
     if request.exact_only:
         raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
     _check_machine(request)

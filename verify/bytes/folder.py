@@ -86,13 +86,14 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
 
 
 def _made_without(original: Source, manifest: Manifest) -> bool:
-    """Whether shards were made of other shards, which do not say what the files of the original are."""
+    """Whether shards were made of other shards, which do not describe the files of the original."""
     return not manifest.source.files and {stamp.name for stamp in manifest.inputs} != {s.name for s in original.states}
 
 
 def is_of_other_files(original: Source, manifest: Manifest) -> bool:
-    """Whether the files that shards were made of are not the original's: they have other names for its tensors, or the
-    original is itself put together from parts, in another order.
+    """Whether the shards were made of other files than the original's: with other names for its tensors or, if the
+    original is
+    itself put together from parts, in another order.
     """
     ours, theirs = original.record, manifest.source
     if original.was_split:

@@ -1,4 +1,4 @@
-"""Whether vLLM computes the same from shards as from the original.
+"""Does vLLM compute the same from shards as from the original? A comparison of log-probabilities.
 
 Three runs on the same tokens: the original in transformers, in float32 (the exact values); the original in vLLM; the
 shards in vLLM, at their degree. The engine's *noise* is how far its run of the original is from the exact values, the
@@ -54,8 +54,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What was measured. ``noise`` and ``error`` are root mean squares of log-probabilities, ``worst`` is the largest
-    single difference between the shards and the original, ``spread`` the standard deviation of the exact
+    """The measurements of an engine's runs. ``noise`` and ``error`` are root mean squares of log-probabilities,
+    ``worst`` is
+    the largest single difference between the shards and the original, ``spread`` the standard deviation of the exact
     log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
     """
 
@@ -72,7 +73,7 @@ class EngineReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether the error is within the noise. Not so of NaN."""
+        """Whether the error is within the noise; False for NaN."""
         return self.ratio <= LIMIT
 
     @property
@@ -96,7 +97,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is run: prompts of random tokens, of so many that the vocabulary has."""
+    """The tokens of a run: prompts of random tokens from a vocabulary of this size."""
 
     options: EngineOptions
     vocabulary: int
@@ -105,7 +106,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the original gives: the exact values (``[positions, tokens]``), and those that the engine computes."""
+    """Results of the original: the exact values (``[positions, tokens]``), and those that the engine computes."""
 
     tokens: Tokens
     exact: torch.Tensor
@@ -267,7 +268,9 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
 
 
 def reason_of(output: str) -> str:
-    """What an engine's output says went wrong: its first exception that is not of the engine's own processes."""
+    """Return the first exception in an engine's output that is not of the engine's own processes; else its last
+    words.
+    """
     errors = _EXCEPTION.findall(output)
     root = next((error for error in errors if "engine" not in error.lower()), None)
     lines = [line.strip() for line in output.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Whether shards compute what the original model computes: both run, on the same tokens.
+"""The comparison of shards with the original model by running both on the same tokens.
 
 The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for,
 each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
@@ -53,7 +53,7 @@ def run_forward(
 
 
 def prepare(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:
-    """What the ranks are to do, after all that can be known before they run. Raises ReshardError."""
+    """Return the job of the ranks, after every check that is possible before they run. Raises ReshardError."""
     device, job = device_of(options), _job(original, shards, options)
     world = job.plan.mesh.size
     check_ranks(world)
@@ -82,7 +82,9 @@ def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
 
 
 def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
-    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    """Return the memory that a comparison needs, after every check that is possible without a run. Raises
+    ReshardError.
+    """
     return needs_of(_job(original, shards, options), device_of(options))
 
 
@@ -160,7 +162,9 @@ def _check_kinds(original: Source, shards: Source) -> None:
 
 
 def _is_loaded(original: Source) -> bool:
-    """Whether transformers loads the tensors that are meant from the folder of an original, under their names there."""
+    """Whether transformers loads exactly the chosen tensors from an original's folder, under the names that they have
+    there.
+    """
     checkpoint, folder = original.checkpoint, local_path(original.path)
     if checkpoint is None or checkpoint.note or checkpoint.renamed:
         return False

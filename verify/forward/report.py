@@ -1,4 +1,4 @@
-"""What the comparison of shards with their original says: measured at each place, and in words.
+"""The report of a comparison of shards with their original: measured at each place, and in words.
 
 The limit is in ``noise.py``, with its reason. ``verify/report`` combines this report with that of the bytes.
 """
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an adapter changes: the largest ratio, at ``place``, that the outputs would have without it.
+    """The effect of an adapter: the largest ratio that the outputs would have without it, at ``place``.
 
     ``is_seen``: it is above the limit, so shards without the adapter would be different.
     """
@@ -54,12 +54,13 @@ class Effect:
 
 @dataclass(frozen=True)
 class Power:
-    """How small a fault the run would have shown.
+    """The smallest fault that the run would have shown.
 
     ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` is the part of the
     values that a fault must change there to be seen. ``bias_ratio`` is the smallest ratio that a bias of a row-parallel
     weight would have if it were added twice, at ``bias_place``; None if there is no such bias. ``is_poor`` says that
-    large faults may be hidden.
+    large
+    faults may be hidden.
     """
 
     noise: float
@@ -167,7 +168,7 @@ def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[
 
 
 def _effect(result: Result) -> Effect | None:
-    """What an adapter changes of the outputs, if the original is run with one."""
+    """Return the effect of the adapter on the outputs; None if the original is run without one."""
     if not result.effects:
         return None
     place = max(result.outputs, key=lambda name: result.effects[name])

@@ -28,7 +28,7 @@ _RESERVED = frozenset([_ATEN.empty.memory_format, _ATEN.empty_strided.default, _
                        _ATEN.empty_like.default])  # fmt: skip
 _FILLS = frozenset([_ATEN.fill_.Scalar, _ATEN.fill_.Tensor])
 _OUTSIDE = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
-"""What gives memory away: torch does not see who writes there."""
+"""Functions that give memory away: torch does not see who writes there."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNTOUCHED, _EQUAL, _OTHER = 0, 1, 2
 
@@ -57,7 +57,7 @@ class Creation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def leaves_to_chance(self, name: str, tensor: Tensor) -> bool:
-        """Whether nothing of a tensor was written. Raises NotFollowedError if a part was."""
+        """Whether a tensor was left unwritten. Raises NotFollowedError if a part of it was written."""
         _, is_written = self._reserved.get(memory(tensor), (None, None))
         if is_written:
             raise NotFollowedError(f"a part of '{name}' is filled when the model is built")
@@ -102,7 +102,7 @@ class Room:
         return self._marks
 
     def differences(self, after: Tensor, leaves_to_chance: bool) -> Iterator[str]:
-        """How the shards' tensor differs from what the model has after loading, which has its shape and dtype."""
+        """Yield the differences of the shards' tensor from the loaded model's, which has the same shape and dtype."""
         assert self._flat is not None
         marks, now = self.marks(), after.detach().reshape(-1)
         wrong, rest = marks == _OTHER, marks == _UNTOUCHED
@@ -173,13 +173,13 @@ def followed(rooms: Mapping[int, Room]) -> Iterator[None]:
 
 
 def unfit(tensor: Tensor, stored: Tensor) -> str | None:
-    """How the shards' tensor has another shape or dtype than the model's."""
+    """Return the difference in shape or dtype between the shards' tensor and the model's; None if there is none."""
     own, theirs = ((str(each.dtype).removeprefix("torch."), [*each.shape]) for each in (stored, tensor))
     return None if own == theirs else f"{own[0]} {own[1]}, the engine has {theirs[0]} {theirs[1]}"
 
 
 def unlike(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype have other bits, as a flat mask."""
+    """Return a flat mask of the elements whose bits differ between two tensors of equal shape and dtype."""
     bits = _BITS[one.element_size()]
     a, b = (each.detach().reshape(-1).contiguous().view(bits) for each in (one, other))
     return a != b

@@ -50,7 +50,9 @@ class OwnPlan:
 
 
 def power_in_words(forward: ForwardReport) -> str:
-    """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
+    """Return a sentence on the smallest fault that the run would have shown and, if that is poor, on how to see smaller
+    ones.
+    """
     power = forward.power
     assert power is not None
     text = (
@@ -84,7 +86,7 @@ def _amount(report: ExactReport) -> str:
 
 
 def exact_summary(report: ExactReport) -> str:
-    """What the byte comparison found, in words."""
+    """Return the findings of the byte comparison in words."""
     if report.verdict == "same":
         extra = (
             "nothing missing, nothing extra" if report.is_listed else f"nothing missing, no tensor extra; {NOT_LISTED}"
@@ -110,7 +112,9 @@ def exact_summary(report: ExactReport) -> str:
 
 
 def not_compared(names: Sequence[str]) -> str:
-    """What was not compared: files, where there is no manifest by which they could be, or what the manifest says."""
+    """Return a clause on what was not compared: files, if there is no manifest to compare them by, or the manifest's
+    content.
+    """
     further = f" and {len(names) - 5} more" if len(names) > 5 else ""
     why = "" if any("reshard.json" in name for name in names) else ", as there is no reshard.json"
     return f"not compared{why}: {', '.join(names[:5])}{further}"
@@ -122,7 +126,7 @@ def _stored(difference: FirstDifference | Damage) -> str:
 
 
 def forward_summary(report: ForwardReport) -> str:
-    """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
+    """Return the findings of the forward and backward pass: tables of places, and the logits beside the original's."""
     mesh = read_mesh(report.mesh, "mesh")
     why = f" ({report.reason})" if report.reason else ""
     lines = [
@@ -167,7 +171,7 @@ def _logits(logits: Logits) -> list[str]:
 
 
 def _further(items: Sequence[Any]) -> str:
-    """How many there are besides the first."""
+    """Return a note on the number of items after the first; "" if there is one."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
@@ -182,12 +186,13 @@ VERDICTS = {"same": 0, "different": 1, "unchecked": 2, "incomplete": 2, "without
 
 @dataclass(repr=False)
 class Answer(Comparison):
-    """What was asked for, and what has been found so far. True only if the ``verdict`` is ``same``;
-    ``raise_if_different()`` raises MismatchError.
+    """A request and its findings so far. True only if the ``verdict`` is ``same``; ``raise_if_different()`` raises
+    MismatchError.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
     (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
-    what they rest on, ``seconds`` the time of each part.
+    the
+    grounds of the verdict, ``seconds`` the time of each step.
     """
 
     original: str
@@ -207,7 +212,7 @@ class Answer(Comparison):
 
     @property
     def wants_forward(self) -> bool:
-        """Whether more than the bytes was asked for."""
+        """Whether the forward pass was asked for, too."""
         return "exact_only" not in self.options
 
     @property
@@ -268,7 +273,7 @@ class Answer(Comparison):
         return f"{self.verdict.upper()}: {self.in_words}"
 
     def to_text(self, width: int | None = None, report: Path | None = None) -> str:
-        """What is printed for a person, the verdict last; ``report`` is the page that was written, if one was."""
+        """Return the text for a person, the verdict last; ``report`` is the page that was written, if one was."""
         parts = [str(self.plan)] if self.plan is not None else []
         parts += [exact_summary(self.exact)] if self.exact is not None else []
         parts += [str(self.loader)] if self.loader is not None else []

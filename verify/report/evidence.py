@@ -1,4 +1,4 @@
-"""What a verdict rests on: the rules, the programs and the earlier comparisons without which it says nothing."""
+"""The grounds of a verdict: the rules, the programs and the earlier comparisons without which it says nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
 
 
 def _of_format(answer: Answer, original: Source, shards: Source) -> str:
-    """How it is known that the program reads the format so."""
+    """Return the evidence that the program reads the format as assumed."""
     if answer.loader is not None and answer.loader.unchecked is None:
         return f"as {answer.loader.name}'s own loader has it"
     if answer.engine is not None:

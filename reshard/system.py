@@ -1,4 +1,6 @@
-"""What depends on the machine: errors of the disk, processes, and the share of the work that a launcher gives."""
+"""Everything that depends on the machine: errors of the disk, processes, and the share of the work that a launcher
+gives.
+"""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 _HUB = {"--revision", "--token", "--cache-dir", "--debug"}
-"""What goes with all that ``plan`` can do."""
+"""Options that go with everything that ``plan`` can do."""
 _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as"}
-"""What says more than ``--tp`` of what each rank holds."""
+"""Options besides ``--tp`` that change the parts of the ranks."""
 
 
 @click.command(

@@ -32,7 +32,7 @@ from reshard.transforms.opening import open_any
 
 @dataclass(frozen=True)
 class PlanRequest(Access, Degrees):
-    """What ``plan`` takes.
+    """Arguments of ``plan``.
 
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
@@ -62,7 +62,7 @@ def plan(request: PlanRequest) -> PlanAnswer:
 
 @dataclass(frozen=True, repr=False)
 class PlanAnswer(Plan, Result):
-    """What each rank of a mesh owns of every tensor, and that as text.
+    """The part of every tensor on each rank of a mesh, also as text.
 
     ``padding`` gives the padded size of each axis that is padded.
     """
@@ -149,7 +149,7 @@ def planned_format(request: PlanRequest) -> Format:
 
 
 def plan_text(plan: Plan, head: str, width: int | None, download: int | None = None) -> str:
-    """What each rank owns, under a line that says of what; ``download`` is what is fetched for one rank (bytes)."""
+    """Return the table and the totals of a plan, below the line ``head``. ``download``: bytes to fetch for one rank."""
     rows = rows_of(plan)
     totals = align(totals_pairs(plan, totals_of(plan, rows), download), right=(), width=None)
     return "\n".join([head, "", *format_table(rows, width), "", *totals])

@@ -1,6 +1,5 @@
 """Hints for unknown words: the nearest known word, a synonym, or the tool that does such a task; and the names of
-options
-and commands in Python.
+options and commands in Python.
 """
 
 from __future__ import annotations

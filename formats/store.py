@@ -203,8 +203,7 @@ def location_of(path: FilePath) -> str:
 
 def public_name(path: FilePath) -> str:
     """Return the name of a checkpoint for outputs, which are published: its location or, as paths are private, only the
-    name
-    of its folder.
+    name of its folder.
     """
     return str(path) if isinstance(path, StoredPath) else Path(os.path.realpath(path)).name
 

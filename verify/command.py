@@ -1,6 +1,5 @@
 """The command ``reshard verify``, for a Python caller too. The proof opens both checkpoints, compares bytes, and then
-runs
-the model, unless the shards cannot be run.
+runs the model, unless the shards cannot be run.
 """
 
 from __future__ import annotations

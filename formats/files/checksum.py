@@ -170,8 +170,7 @@ class Stamp:
 
     def is_same(self, other: Stamp) -> bool:
         """Whether two files have equal content, as far as stamps can tell: by the content's name, or else by size, time
-        and (on
-        one machine) inode.
+        and (on one machine) inode.
         """
         if (self.name, self.size) != (other.name, other.size):
             return False
@@ -187,8 +186,7 @@ class Stamp:
     @property
     def closed_state(self) -> tuple[Any, ...]:
         """The values that stay equal on one machine until somebody touches the file. They include the inode's change
-        time: an
-        inode number is used again for a new file, and the time of the content can be set by anybody.
+        time: an inode number is used again for a new file, and the time of the content can be set by anybody.
         """
         return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode, self.content, self.made_of
 

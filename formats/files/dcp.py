@@ -98,8 +98,7 @@ class Distributed:
 
     def object(self, name: str) -> object:
         """Return the saved object of this name, which is no tensor, as data. Raises CheckpointError if it names other
-        classes than
-        tensors.
+        classes than tensors.
         """
         if not isinstance(at := self.objects[name], Blob):
             return at
@@ -375,8 +374,7 @@ def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], object
 
 def object_bytes(value: object, content: bytes | None = None) -> bytes:
     """Return the bytes that torch.save writes for plain data and stand-ins (see
-    ``formats.files.pickles.write_pickle``). A
-    tensor among them, of key 0, has this ``content``.
+    ``formats.files.pickles.write_pickle``). A tensor among them, of key 0, has this ``content``.
     """
     archive = archive_of(value, [("", len(content))] if content is not None else [])
     data = bytearray(archive.size)

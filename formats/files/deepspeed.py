@@ -414,8 +414,7 @@ def _universal(
 
 def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> Entries:
     """Return the tensors without a master: frozen parameters, buffers and tied tensors; all of the model's if there are
-    no
-    lists.
+    no lists.
     """
     main, world, entries = models[0], len(models), Entries()
     for name, shape in _shapes(main.table("frozen_param_shapes"), main.path).items():

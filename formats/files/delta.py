@@ -124,8 +124,7 @@ class Delta:
 
     ``contents`` names the files with the changed bytes. ``files`` and ``documents`` are the result's, as a merge writes
     them. ``sides`` are its other small files; None stands for the base's content. ``names`` is ``modules`` if the
-    result
-    has the names of transformers' modules, and None if it has the published ones.
+    result has the names of transformers' modules, and None if it has the published ones.
     """
 
     path: FilePath = field(metadata={"key": None})

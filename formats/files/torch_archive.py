@@ -248,8 +248,7 @@ def _holds_tensor(value: object) -> bool:
 
 def _locate(archive: TorchArchive, state: object) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors of a state dict, and the names of tied tensors, each with the first name of the same bytes.
-    Entries
-    without tensors are left out.
+    Entries without tensors are left out.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"{archive.path}: holds a {kind_of(state)}, not a dictionary of tensors", _RESAVE)

@@ -123,8 +123,7 @@ def _grid(
     weight: tuple[int, ...], scale: tuple[int, ...], patterns: Sequence[str], ways: Collection[bool]
 ) -> Grid | None:
     """Return the blocks that fit the shapes of a weight and its scales, by the patterns that scales may have; None if
-    no
-    pattern fits, or two fit with different blocks.
+    no pattern fits, or two fit with different blocks.
 
     ``ways`` says whether the weight may have its input first (True) or its output first (False).
     """

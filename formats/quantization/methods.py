@@ -150,8 +150,7 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """Return the companions that a config's quantization settings give each weight. Settings without a method are read
-    as
-    ModelOpt's.
+    as ModelOpt's.
 
     Raises PlanError for settings of a wrong kind.
     """

@@ -1,6 +1,5 @@
 """A description of a folder: a full checkpoint, a split one in whatever format, one rank of it, or unfinished output;
-and
-whether it is complete.
+and whether it is complete.
 
 It needs no rules for the architecture, and accepts incomplete checkpoints: it says what is missing.
 """

@@ -123,8 +123,7 @@ class TensorDiff:
 @dataclass(frozen=True, repr=False)
 class Diff(Comparison):
     """The differences between two checkpoints, tensor by tensor: first those of ``a`` in its order, then those of ``b``
-    alone.
-    True if no tensor differs; ``raise_if_different()`` raises MismatchError.
+    alone. True if no tensor differs; ``raise_if_different()`` raises MismatchError.
 
     ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """

@@ -70,8 +70,7 @@ class Fence:
 
     def gather(self, what: str, document: object, patience: float | None = None) -> list[Any]:
         """Return what each rank said under this name, in the order of ranks, as JSON. All ranks gather the same things
-        in one
-        order.
+        in one order.
 
         Raises LiveError on all ranks if one failed, died or does not come within ``patience`` seconds, by default the
         timeout.

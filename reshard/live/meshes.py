@@ -188,8 +188,8 @@ def placements(checkpoint: Place, target: Target | str, **access: Any) -> dict[s
     """Return the placement that a DTensor on the target's ranks would have, for each tensor of the target.
 
     It is ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed tensor; None if no
-    placement
-    can say it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
+    placement can say it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises
+    ReshardError.
     """
     goal = target_of(target)
     if goal.fsdp * goal.replicas > 1:

@@ -1,6 +1,5 @@
 """Live tensors of this rank in a torch model: DTensors by their placements, everything else whole; those of
-Megatron-Core
-by their ``sharded_state_dict()``.
+Megatron-Core by their ``sharded_state_dict()``.
 
 Nothing is copied, and no collective runs: the tensors are views of the live parameters.
 """
@@ -46,12 +45,9 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
     """Return this rank's slice of each parameter, and of each buffer that checkpoints have, with the live tensor.
 
     ``model`` is a module or its tensors by name, as ``named_parameters()`` gives them. A tied parameter comes once or,
-    with
-    ``tied_once=False``, under each name. A dictionary should have parameters alone: a tensor of ``state_dict()`` may be
-    a
-    copy. The tensor of a DTensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2
-    are
-    resharded first: after a forward pass without a backward some hold whole parameters.
+    with ``tied_once=False``, under each name. A dictionary should have parameters alone: a tensor of ``state_dict()``
+    may be a copy. The tensor of a DTensor is the local one, which may be empty; any other tensor is held whole. Modules
+    of FSDP2 are resharded first: after a forward pass without a backward some hold whole parameters.
 
     Raises PlanError, with the tensor's name, for a partial sum, an unknown placement or a dtype without a name.
     """
@@ -171,8 +167,7 @@ def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Sli
     ``model`` is the model, or its chunks if the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or
     not. A rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the
     other. A table of the vocabulary has the rows to which this mesh pads it. Raises PlanError for a part that is not a
-    view
-    of a parameter.
+    view of a parameter.
 
     Source: Megatron-Core 0.16.1, ``dist_checkpointing/mapping.py``. Names and shapes are those of its distributed
     checkpoints (``formats/programs/megatron.toml``). Megatron-Core is not imported here.

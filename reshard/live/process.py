@@ -50,13 +50,10 @@ class Meeting:
     """The meeting of a push's processes: address, number of ranks, and waiting times.
 
     ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. Times are in seconds: ``timeout`` is the
-    longest
-    that a process may let the others wait, ``join`` the longest until all have come, and ``patience`` how much later
-    than
-    others a process may come to a push (by default ``timeout``). ``bucket`` is the number of bytes that a rank sends in
-    one
-    step. Without ``shared``, processes of one host share no memory. Raises PlanError for wrong numbers of ranks or
-    seconds.
+    longest that a process may let the others wait, ``join`` the longest until all have come, and ``patience`` how much
+    later than others a process may come to a push (by default ``timeout``). ``bucket`` is the number of bytes that a
+    rank sends in one step. Without ``shared``, processes of one host share no memory. Raises PlanError for wrong
+    numbers of ranks or seconds.
     """
 
     store: str = field(repr=False)  # it may have a secret

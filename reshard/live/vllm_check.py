@@ -40,8 +40,7 @@ def check(source: str | Path, target: Target, *, python: str = sys.executable, t
 
     ``source`` is a checkpoint in Hugging Face's form, of which only headers are read; ``target`` has ranks of tp, and
     experts are divided over all of them or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot
-    build
-    the model, or its loader cannot be followed; ReshardError.
+    build the model, or its loader cannot be followed; ReshardError.
     """
     opened = open_any(source, Access(), Weights.HEADERS)
     arranged(opened.model, target)  # refuses what the rules refuse

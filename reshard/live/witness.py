@@ -225,8 +225,7 @@ def _rows(copied: Copied) -> Ranges:
 
 def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Ranges]]:
     """Yield each tensor of a rank with the ranges that a push of the whole checkpoint puts into it; no constants.
-    Raises
-    PlanError.
+    Raises PlanError.
     """
     model, copies = arrangement.plan.model, defaultdict[str, list[Copied]](list)
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
@@ -252,8 +251,7 @@ def compare(
     """Compare an engine's loader with our rules on a rank: one line for each tensor that differs, none if they agree.
 
     ``model`` has its load-time shapes, ``loaded`` the copies that the loader makes into each of its tensors. A tensor
-    of
-    several names is known by any of them. Constants are left out, and so are buffers that neither side fills.
+    of several names is known by any of them. Constants are left out, and so are buffers that neither side fills.
     """
     rooms, lines, seen = rooms_of(model), list[str](), set[int]()
     shapes = {stored.name: shape for stored, shape in arrangement.tensors_of(rank)}

@@ -40,11 +40,10 @@ class Layout:
 
     ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded (see ``Dim.unfolded``) if it
     belongs to scales or packed integers that are stored in one row; ``rule`` is unfolded too. ``padded`` is ``full``
-    with
-    the zeros that a degree needs. ``boxes`` has the part of each rank; a rank without a part (it holds other experts or
-    layers) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes that are divided between ranks: axes
-    of
-    the shape or, like experts, of the tensors' names. ``split`` is the resulting kind of split (see ``Shape.split``).
+    with the zeros that a degree needs. ``boxes`` has the part of each rank; a rank without a part (it holds other
+    experts or layers) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes that are divided between
+    ranks: axes of the shape or, like experts, of the tensors' names. ``split`` is the resulting kind of split (see
+    ``Shape.split``).
     """
 
     rule: Shape

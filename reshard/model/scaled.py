@@ -45,8 +45,7 @@ def can_be_dequantized(model: Model) -> bool:
 
 def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:
     """Return {True} if a weight's rule has the input first, {False} if the output; both if its shape fits several
-    layouts or
-    none.
+    layouts or none.
     """
     match = architecture.match(weight)
     rule = sizes.holds(match) if match else None

@@ -44,10 +44,9 @@ Ranks = frozenset[int]
 
 Drawn = dict[str, object]
 """Data for the template. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
-``words``,
-``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``, ``height``, ``cells``
-and, for a packed one, the ``lines`` between its parts, and their ``names`` with places. A cell, which the same ranks
-hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
+``words``, ``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``,
+``height``, ``cells`` and, for a packed one, the ``lines`` between its parts, and their ``names`` with places. A cell,
+which the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
 """
 
 

@@ -31,9 +31,8 @@ class Geometry:
     """The places of a stored tensor's atoms in the tensors of its holders. Stored tensors of equal layouts share it.
 
     ``portions`` are the tensor's slots. ``layouts`` are the layouts of its atoms on the mesh: first those at index 0 of
-    the
-    stack, and so on. Holders are ranks. If the tensor is in ``parts``, holders are files or live tensors, each with one
-    part: then ``layouts`` are those of the whole tensor, on one rank.
+    the stack, and so on. Holders are ranks. If the tensor is in ``parts``, holders are files or live tensors, each with
+    one part: then ``layouts`` are those of the whole tensor, on one rank.
     """
 
     portions: tuple[Portion, ...]
@@ -94,12 +93,10 @@ class Geometry:
 
     def chunks_of_ranks(self) -> dict[int, Chunk]:
         """Return the ranks' chunks by the number of their file: the rank, plus the number of ranks for each further
-        chunk of it.
-        A chunk is written once, by the first rank that has it.
+        chunk of it. A chunk is written once, by the first rank that has it.
 
         All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint. If there
-        are many
-        (each row of a matrix that is stored flat), each rank has one range instead.
+        are many (each row of a matrix that is stored flat), each rank has one range instead.
         """
         owned = {rank: dims for rank in self.holders if (dims := self.dims(rank)) is not None}
         cut = [[*segments(dict(zip(owned, runs, strict=True)))] for runs in zip(*owned.values(), strict=True)]

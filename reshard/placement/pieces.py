@@ -56,8 +56,7 @@ class Spread:
 
 class Position(NamedTuple):
     """The place of a box in a holder's tensor: element ``base`` is the box's first, counted as for pieces. ``strides``
-    has one
-    for each dimension of the box.
+    has one for each dimension of the box.
     """
 
     holder: int
@@ -143,8 +142,7 @@ def boxes(source: Spread, target: Spread) -> Iterator[Box]:
     """Cut the target's elements of an atom, without padding, into boxes, in the order of the dimensions.
 
     All elements of a box lie in the same pieces of the source and in the same pieces of the target. A box without
-    sources
-    is nowhere in the source.
+    sources is nowhere in the source.
     """
     sides = [[(at, piece) for at, pieces in side.pieces.items() for piece in pieces] for side in (source, target)]
     cuts = Cuts(source.full, *([piece.runs for _, piece in pieces] for pieces in sides))

@@ -286,8 +286,7 @@ class Staging:
         unchanged.
 
         A file that was written before a restart of this machine must have its checksum. A restart of another machine
-        cannot be
-        seen: a process that ``is_last`` and writes none of these files trusts that machine's journal.
+        cannot be seen: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
         numbered, of = dict[int, Read](), None
         for begin, entry in self._earlier("name"):
@@ -374,9 +373,8 @@ class Staging:
         """Return whether all planned files are finished, and all their writers have ended: then this process commits.
 
         If several processes write one unit, ``finished`` then has the files of all, and no process may begin until this
-        one has
-        left. A process that was killed after its last file has not ended: it would start again, and find the output
-        there.
+        one has left. A process that was killed after its last file has not ended: it would start again, and find the
+        output there.
         """
         planned = self.share.planned.keys()
         if self.share.folders:

@@ -138,8 +138,8 @@ def whole(shape: Sequence[int]) -> Block:
 
 def line_of(rule: Shape, portion: Portion, sizes: Mapping[str, int], shape: tuple[int, ...]) -> Line:
     """Return the place of a portion's atoms in tensors with a rule, of these sizes of the axes and this shape: their
-    factors
-    in the order in which the program stores them. An atom at one index of the first dimension lies as at index 0.
+    factors in the order in which the program stores them. An atom at one index of the first dimension lies as at index
+    0.
     """
     component, shift = portion.component, int(portion.component.index is not None)
     lengths, first, joined = component.shape.sizes(sizes), [0] * (len(portion.component.counts) + shift), 1
@@ -164,8 +164,7 @@ def blocks_of(geometry: Geometry, holder: int, number: int, original: Line, padd
     """Yield a holder's blocks of an atom of a stored tensor: one for each run of each factor, without and with padding.
 
     ``original`` and ``padded`` are the place of the whole atom in the original and in the padded original. Raises
-    PlanError
-    if the atom has other dimensions than factors.
+    PlanError if the atom has other dimensions than factors.
     """
     layout, order = geometry.layouts[number], geometry.portions[number % len(geometry.portions)].order
     if len(layout.full) != len(order):

@@ -41,17 +41,14 @@ def no_progress(compared: int, total: int) -> None:
 
 Use = Location | TensorInfo
 """A place of a tensor's elements: an atom of a stored tensor, or a tensor that is stored as in the original, such as
-those
-that are kept beside the shards, and those that the original has under a second name.
+those that are kept beside the shards, and those that the original has under a second name.
 """
 
 
 class _Copy(NamedTuple):
     """One holder's copy of a tensor. ``part`` says where it lies in the view; ``name`` is its stored name if it
-    differs.
-    ``dtype`` is the original's after any cast. ``constant`` are the expected bits of elements that the original does
-    not
-    have, and ``because`` says why they are expected.
+    differs. ``dtype`` is the original's after any cast. ``constant`` are the expected bits of elements that the
+    original does not have, and ``because`` says why they are expected.
     """
 
     part: Part

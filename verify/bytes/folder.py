@@ -92,8 +92,7 @@ def _made_without(original: Source, manifest: Manifest) -> bool:
 
 def is_of_other_files(original: Source, manifest: Manifest) -> bool:
     """Whether the shards were made of other files than the original's: with other names for its tensors or, if the
-    original is
-    itself put together from parts, in another order.
+    original is itself put together from parts, in another order.
     """
     ours, theirs = original.record, manifest.source
     if original.was_split:

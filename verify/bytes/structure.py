@@ -256,8 +256,7 @@ def ranks_of(shards: Source) -> Sequence[int]:
 
 def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[tuple[bool, str]]:
     """Find elements that no chunk in these files has (True), or that more chunks have than the rest: the first cell of
-    the
-    grid of all their ends.
+    the grid of all their ends.
     """
     runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
     ends, count = owners(stored.whole_shape, [*runs])

@@ -55,9 +55,8 @@ class EngineOptions:
 @dataclass(frozen=True)
 class EngineReport:
     """The measurements of an engine's runs. ``noise`` and ``error`` are root mean squares of log-probabilities,
-    ``worst`` is
-    the largest single difference between the shards and the original, ``spread`` the standard deviation of the exact
-    log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
+    ``worst`` is the largest single difference between the shards and the original, ``spread`` the standard deviation of
+    the exact log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
     """
 
     engine: str

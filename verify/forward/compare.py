@@ -1,7 +1,7 @@
 """The comparison of shards with the original model by running both on the same tokens.
 
-The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for,
-each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
+The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for, each
+of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
 verify/forward/noise.py for what counts as equal. This module starts the ranks.
 """
 

@@ -121,12 +121,9 @@ class Run:
     """A run and its circumstances: first the findings of the original's run, then those of the shards'.
 
     ``reason`` says what was not on a device, and why. ``repeated``, on an accelerator, is the distance of the
-    original's
-    run from a repetition of it, over the noise. ``unused`` are tensors that the original's model does not use; ``cut``
-    are
-    parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio in the model's
-    own
-    dtype, if float32 decided.
+    original's run from a repetition of it, over the noise. ``unused`` are tensors that the original's model does not
+    use; ``cut`` are parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio
+    in the model's own dtype, if float32 decided.
     """
 
     batch: int
@@ -151,8 +148,7 @@ class Reference:
     """The results of the original's run, as rank 0 sends them to all.
 
     ``effects``, for an adapter, has the ratio of error to noise that the base model without it would have at each
-    place;
-    ``outputs`` are the places at which a model's outputs are.
+    place; ``outputs`` are the places at which a model's outputs are.
     """
 
     run: Run
@@ -182,9 +178,8 @@ class Result(Run):
 @dataclass(frozen=True, repr=False)
 class Needs(Printed):
     """The memory that a comparison needs, for weights (and their gradients if these are compared): ``original`` bytes
-    on the
-    first device, in one dtype after the other, and then ``ranks`` bytes on each. ``files`` bytes are written into a
-    temporary folder.
+    on the first device, in one dtype after the other, and then ``ranks`` bytes on each. ``files`` bytes are written
+    into a temporary folder.
     """
 
     mesh: str

@@ -3,8 +3,7 @@
 The same tokens go through the original in its own dtype, the original in higher precision, and the shards in the
 original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how far
 the third is from the second. Sharding changes the order of sums, and the partial sums of ranks are rounded, which may
-be
-larger than the whole sum: the error must stay within ``LIMIT`` times the noise.
+be larger than the whole sum: the error must stay within ``LIMIT`` times the noise.
 
 One run in the own dtype is one sample of the rounding. It says little about a token whose rounding happens to cancel,
 or about one where a norm of something tiny magnifies it. So the rounding is drawn a few times more, every second time

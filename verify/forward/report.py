@@ -59,8 +59,7 @@ class Power:
     ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` is the part of the
     values that a fault must change there to be seen. ``bias_ratio`` is the smallest ratio that a bias of a row-parallel
     weight would have if it were added twice, at ``bias_place``; None if there is no such bias. ``is_poor`` says that
-    large
-    faults may be hidden.
+    large faults may be hidden.
     """
 
     noise: float

@@ -41,8 +41,7 @@ class LoaderReport:
 
     ``name`` is the program with its version. ``ranks`` were played and have so many ``tensors``, of which some are
     ``loaded``, the others ``constants``; ``differences`` has one line for each tensor that differs. ``ignored`` are
-    names
-    that the program takes from neither folder. ``unchecked`` says why not all could be asked.
+    names that the program takes from neither folder. ``unchecked`` says why not all could be asked.
     """
 
     name: str

@@ -34,9 +34,8 @@ from reshard.verify.loader.watch import (
 @dataclass
 class Judgement:
     """The judgement on one rank: the number of tensors that the loader fills, at least in part, the number of those
-    that it
-    leaves as they were built, and a line for each that differs. ``ignored`` are tensors that it takes from neither
-    folder.
+    that it leaves as they were built, and a line for each that differs. ``ignored`` are tensors that it takes from
+    neither folder.
     """
 
     rank: str

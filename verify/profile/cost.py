@@ -63,8 +63,7 @@ class Time:
 @dataclass(frozen=True)
 class Memory:
     """The memory that a rank needs, in bytes. In training it has ``gradients`` too, and the values that the forward
-    pass
-    leaves for the backward pass count as activations.
+    pass leaves for the backward pass count as activations.
     """
 
     weights: int

@@ -140,8 +140,7 @@ class ProfileRequest(HubAccess):
 @dataclass(frozen=True)
 class Job:
     """The job of one degree's ranks. ``plan`` has only the first layer of each kind; a measurement is repeated for
-    ``seconds``
-    at most.
+    ``seconds`` at most.
     """
 
     plan: Plan
@@ -174,8 +173,7 @@ class Measured:
 
     ``work`` has for each part the operations of its multiplications, and the bytes that they read and write.
     ``activations`` are the most bytes that lived at once besides weights and cache. With gradients, ``saved`` has for
-    each
-    part the bytes that its forward pass keeps for the backward pass.
+    each part the bytes that its forward pass keeps for the backward pass.
     """
 
     steps: tuple[Step, ...]

@@ -106,8 +106,7 @@ _FLOPS = {
 
 class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that were made in its block and still live, now and at most; and the ``work`` of each
-    part
-    of the model: the operations of its multiplications, and the bytes that they read and write.
+    part of the model: the operations of its multiplications, and the bytes that they read and write.
 
     It works on any device; scratch memory inside of a kernel is not seen. A tensor that is left out (:meth:`leave_out`)
     never counts, also not for the time before. ``part`` is the part of the model that runs.

@@ -108,8 +108,7 @@ class Now:
 
 def stream(kind: str) -> tuple[Callable[[], Any], Callable[[], None]]:
     """Return two functions: one makes an event that marks the time on the current stream (``record``, ``elapsed_time``
-    in
-    milliseconds), the other waits until the device has done everything.
+    in milliseconds), the other waits until the device has done everything.
     """
     if kind == "cpu":
         return Now, lambda: None

@@ -61,10 +61,8 @@ class Role:
     made of.
 
     ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that divide
-    its
-    experts. ``is_gathered``: no module takes its outputs as they are, so they are gathered. ``is_taken_whole``: a
-    module
-    that is not sharded with it takes all of them.
+    its experts. ``is_gathered``: no module takes its outputs as they are, so they are gathered. ``is_taken_whole``: a
+    module that is not sharded with it takes all of them.
     """
 
     split: Split

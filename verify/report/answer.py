@@ -191,8 +191,7 @@ class Answer(Comparison):
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
     (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
-    the
-    grounds of the verdict, ``seconds`` the time of each step.
+    the grounds of the verdict, ``seconds`` the time of each step.
     """
 
     original: str

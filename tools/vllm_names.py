@@ -689,7 +689,7 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
 
 
 def uncompared(cls: str, error: str, version: str) -> str:
-    """Why a class is refused whose small model a version of vLLM did not load."""
+    """Return the reason to refuse a class whose small model a version of vLLM did not load."""
     registry = json.loads(REGISTRY.read_text())
     lacks = f"vLLM {registry['made_with']['vllm']} has no class for it, and " if cls not in registry["classes"] else ""
     return f"{UNCOMPARED}: {lacks}our small model did not load in vLLM {version} ({error})"

@@ -99,7 +99,7 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     """
     parts = chunks.values()
     if (covered := whole_shape(parts)) != shape:
-        raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
+        raise MismatchError(f"{where}: the chunks of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
     cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in parts)]
     if len(cut) > _MOST_CUT:
         raise MismatchError(f"{where}: tensor '{name}' is divided along {len(cut)} dimensions, more than {_MOST_CUT}")
@@ -112,7 +112,7 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     if not any(sums.values()):
         return
     if count >= full:
-        raise MismatchError(f"{where}: pieces of tensor '{name}' overlap")
+        raise MismatchError(f"{where}: chunks of tensor '{name}' overlap")
     raise MismatchError(f"{where}: {full - count:,} of {full:,} elements of tensor '{name}' are missing")
 
 

@@ -68,7 +68,7 @@ INDICES, VALUES = ".delta_indices", ".delta_values"
 INDEX, COMPRESSED = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
 VERSION = 1
 SAME, SPARSE, WHOLE, GONE = "same", "indices", "whole", "gone"
-"""How the result gets a tensor, besides ``XOR`` and ``OVERWRITE``. ``gone``: only the base has the tensor."""
+"""Ways in which the result gets a tensor, besides ``XOR`` and ``OVERWRITE``. ``gone``: only the base has the tensor."""
 
 
 @dataclass(frozen=True)

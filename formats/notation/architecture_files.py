@@ -129,7 +129,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
         for key, value in stated.items():
             if value is False and key not in inherited:
                 raise PlanError(
-                    f"plan file {path}: '{key} = false' under [{name}] takes away what no base has",
+                    f"plan file {path}: '{key} = false' under [{name}] removes nothing: no base has it",
                     'as an expression, write it in quotes: "False"',
                 )
         merged[name] = {key: value for key, value in {**inherited, **stated}.items() if value is not False}

@@ -416,7 +416,7 @@ def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a
             inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
         else:
             if sum(run.length for run in outer) * len(inner) > MOST_RUNS:
-                raise NotationError(f"'{what}' falls into more than {MOST_RUNS:,} pieces for a rank")
+                raise NotationError(f"'{what}' has more than {MOST_RUNS:,} runs on a rank")
             indices = (index for run in outer for index in range(run.offset, run.end))
             inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
         inner_size *= size

@@ -218,7 +218,7 @@ def _with_base(path: Path, folder: Path) -> dict[str, Any]:
         inherited: dict[str, Any] = below[name] if isinstance(below.get(name), dict) else {}
         for key in stated:
             if stated[key] is False and key not in inherited:
-                raise NotationError(f"'{key} = false' under [{name}] takes away what no base has")
+                raise NotationError(f"'{key} = false' under [{name}] removes nothing: no base has it")
         document[name] = {key: value for key, value in {**stated, **inherited, **stated}.items() if value is not False}
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 

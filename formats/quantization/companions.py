@@ -1,10 +1,10 @@
 """Companions of a quantized weight: packed integers, scales and zero points, whose rules follow from the weight's rule.
 
-No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule is
-``output input``: the input first, eight to an integer. ``out`` and ``in`` are the weight's two dimensions,
-``(out in)/64`` its elements in one row, in blocks of 64. ``lead`` are the dimensions before them (experts); ``groups`` are
-groups along the input, which every rank keeps in full. ``heads`` and ``kvheads`` are the heads of queries and of keys
-that are the input of an attention's last weight. If a pattern begins with ``stored``, out and in change places in
+No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule
+is ``output input``: the input first, eight to an integer. ``out`` and ``in`` are the weight's two dimensions,
+``(out in)/64`` its elements in one row, in blocks of 64. ``lead`` are the dimensions before them (experts); ``groups``
+are groups along the input, which every rank keeps in full. ``heads`` and ``kvheads`` are the heads of queries and of
+keys that are the input of an attention's last weight. If a pattern begins with ``stored``, out and in change places in
 checkpoints that store the weight input first. ``methods.toml`` has the patterns of each method. See
 docs/reference/quantization.md.
 

@@ -39,7 +39,7 @@ def models_command(name: str | None, as_json: bool) -> None:
     NAME shows one type in detail, or lists all types with NAME in their name or in the name of their rules.
 
     'verified' says what the tests verify on a small model of that type: the bytes, or the forward pass too. 'same
-    rules': they have a model of another type, which has the same rules.
+    rules': the tests have a model of another type with the same rules.
     """
     files = built_in_architectures()
     part, words = (name or "").lower(), {type_of: f"{type_of} {file.stem}".lower() for type_of, file in files.items()}

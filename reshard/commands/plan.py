@@ -215,7 +215,7 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
         least = f"; {human_bytes(totals.bytes_least)} ({totals.bytes_least:,} bytes) on the smallest"
     pairs = [
         ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
-        ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
+        ("replicated", f"{human_bytes(totals.replicated)} of it on other ranks too ({totals.share_replicated:.1%})"),
     ]
     if download is not None:
         share = download / totals.bytes_full if totals.bytes_full else 0.0
@@ -231,7 +231,7 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
     if ranks > 1:
         for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
             count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
-            pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
+            pairs.append((name, f"{nbytes} per token in {count} ({width} bytes per activation)"))
     return pairs
 
 

@@ -371,5 +371,5 @@ def _endpoint(store: str) -> tuple[str, int, str]:
     except ValueError:
         host = port = None
     if host is None or not port or url.scheme != "tcp" or url.path:
-        raise LiveError("the store of a push is no tcp://HOST:PORT", "for example tcp://10.0.0.1:29600")
+        raise LiveError("the store of a push should be tcp://HOST:PORT", "for example tcp://10.0.0.1:29600")
     return host, port, secret

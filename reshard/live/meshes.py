@@ -132,7 +132,7 @@ def trainer_state(model: Model, target: Target) -> LiveState:
     if target.program not in TRAINERS:
         meant = f"did you mean {replace(target, tp=target.fsdp, fsdp=1)}? " if target.fsdp > 1 == target.tp else ""
         raise PlanError(
-            f"'{target}': {target.program} is no trainer, and has no FSDP",
+            f"'{target}': {target.program} is not a trainer: it has no FSDP",
             f"{meant}trainers are {', '.join(TRAINERS)}",
         )
     arrangement = arranged(model, target)

@@ -64,7 +64,7 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
         if tensor.is_nested:
             raise PlanError(f"{name}: a nested tensor is no plain tensor", "leave it out")
         if _ADAPTER.search(name):
-            raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
+            raise PlanError(f"'{name}' belongs to an adapter that is not merged", "push what merge_and_unload() gives")
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             continue  # it is on a mesh that this rank is no part of
         part, local = _of(name, tensor)

@@ -212,7 +212,7 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
     if lacking:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     if strange := pieces_of.keys() - {tensor.name for tensor in stored}:
-        raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
+        raise MismatchError(f"tensor '{min(strange)}' does not belong to this model")
     return Side(arrangement, tuple(stored), len(live.ranks), live)
 
 

@@ -85,9 +85,7 @@ class Parcel:
             places, new = room[_SUM:begin].view(torch.int32), self._whole(tensors)
             new.view(self.word)[places.to(torch.int64)] = room[begin:].clone().view(self.word)  # aligned anew
             if not new.view(torch.int64).sum().equal(room[:_SUM].view(torch.int64)[0]):
-                raise LiveError(
-                    "its weights are not those of the push before: a push of what changed does not fit them"
-                )
+                raise LiveError("its weights are not those of the push before: a push of changes does not fit them")
             room = new
         for part, view, block in self._blocks(tensors, room):
             view.copy_(_converted(part, block, part.move.dst.stored.dtype))

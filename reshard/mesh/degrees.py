@@ -21,7 +21,7 @@ from reshard.model.model import Model, padded_sizes, padding_for, shares_of
 
 
 def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
-    """Why the degree of a mesh of one dimension is not possible, or None if it is."""
+    """Return the reason why the degree of a mesh of one dimension is not possible; None if it is."""
     ((mesh_dim, degree),) = mesh.degrees
     for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks):
         unit, size, why = mesh.unit(family[0]), sizes[family[0]], None

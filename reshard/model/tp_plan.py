@@ -248,7 +248,9 @@ class _Planner:
                 self.styles[owner] = "packed_colwise" if is_packed else "colwise"
 
     def _why_not_local(self, linear: Mapping[str, list[_Part]], others: list[str]) -> str | None:
-        """Why a rank's part of the vector between linear layers is not enough for the model's code; None if it is."""
+        """Return the reason why a rank's part of the vector between linear layers is not enough for the model's code;
+        else None.
+        """
         parts = [part for group in linear.values() for part in group]
         kinds = {part.kind for part in parts}
         if any(part.is_mixed for part in parts):

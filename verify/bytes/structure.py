@@ -172,9 +172,8 @@ class Structure:
         return self.shards.arrangement if chunks is None else arrangement_of(self.shards.plan, format)
 
     def _rules_problem(self) -> Iterator[str]:
-        """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
-
-        Rules of another version may have other words.
+        """Return the reason why a merge, which reads these shards by the rules in the manifest, would find something
+        elsewhere.
         """
         manifest, rules = self.shards.manifest, self.original.rules
         if manifest is None or self.shards.format.plain or manifest.architecture == rules:

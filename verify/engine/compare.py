@@ -179,7 +179,7 @@ def check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
     spread, noise = float(exact.std()), _distance(whole, exact)
     if not noise <= LOUD * spread:
         raise CheckpointError(
-            f"{runner} computes something else than transformers from the original itself: its log-probabilities "
+            f"{runner} and transformers compute different log-probabilities from the original itself: these "
             f"differ by {noise:.2g}, and they spread over {spread:.2g}",
             "give --compute-dtype float32; rounding, or a bug of one of them, hides whether the shards are right",
         )

@@ -155,7 +155,7 @@ def _check_kinds(original: Source, shards: Source) -> None:
         raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
-            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
+            f"{shards.path}: experts are divided over more or fewer ranks than the rest ({shards.plan.mesh}), which "
             "the forward pass does not run",
             BYTES_ALONE,
         )

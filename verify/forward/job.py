@@ -195,7 +195,8 @@ class Needs(Printed):
     def headline(self) -> str:
         """The bytes."""
         per_device = " on each device" if len(self.ranks) > 1 else ""
-        return f"original {human_bytes(self.original)}, then ranks {human_bytes(max(self.ranks))}{per_device}"
+        ranks = f"{human_bytes(max(self.ranks))} for the ranks{per_device}"
+        return f"{human_bytes(self.original)} for the original, then {ranks}"
 
     def to_text(self, width: int | None = None) -> str:
         """All of it, in one line."""

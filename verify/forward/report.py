@@ -146,7 +146,7 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
 
 
 def _reason(job: Job, device: str, result: Result) -> str | None:
-    """Why something was not on a device: all, the run in higher precision, or what ranks send to each other."""
+    """Return the reason why something was not on a device: all, the run in higher precision, or the ranks' messages."""
     why = [result.reason] if result.reason else []
     if device != "cpu" and result.backend == "gloo":
         ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
@@ -194,8 +194,8 @@ def _verdict(
 ) -> str:
     if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
-        text = "The forward pass sees no difference: no error exceeds "
-        text += f"{largest:.2f} times the original's own rounding noise."
+        text = f"The forward pass sees no difference: the worst place has {largest:.2f} times the original's own "
+        text += f"rounding noise; the limit is {LIMIT:g}."
         return f"{text} {_effect_in_words(effect)}" if effect is not None else text
     parts = []
     if first is not None:
@@ -220,7 +220,7 @@ def _failure_in_words(failure: Failure) -> str:
     where = f"in '{failure.place}', " if failure.place else ""
     text = f"rank {failure.rank} fails {where}where the original does not ({failure.message})."
     if failure.tensor and failure.is_gathered:
-        text += f" No weight takes as its input what the rule '{failure.rule}' deals of '{failure.tensor}'."
+        text += f" No weight takes as its input the part of '{failure.tensor}' that '{failure.rule}' gives a rank."
     elif failure.tensor:
         text += (
             f" The rule '{failure.rule}' of '{failure.tensor}' does not go with the sizes that [config] and [modules] "

@@ -189,7 +189,9 @@ def communication(plan: Plan, workload: Workload, link: Link) -> float:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Why a workload was not run at a degree; ``ran_out``: the ranks have not the memory even for a part of it."""
+    """The reason why a workload was not run at a degree. ``ran_out``: the ranks lack the memory even for a part
+    of it.
+    """
 
     why: str
     ran_out: bool

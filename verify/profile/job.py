@@ -129,7 +129,7 @@ class ProfileRequest(HubAccess):
         if unknown := [phase for phase in self.phase if phase not in PHASES]:
             raise refused("phase", unknown[0], f"it is one of {', '.join(PHASES)}")
         if self.link is not None and not self.predict_tp:
-            raise refused("link", None, "no degree is to be predicted", instead=({"predict_tp": "N"},))
+            raise refused("link", None, "it is for predicted degrees", instead=({"predict_tp": "N"},))
 
     @property
     def workloads(self) -> tuple[Workload, ...]:

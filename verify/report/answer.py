@@ -56,13 +56,13 @@ def power_in_words(forward: ForwardReport) -> str:
     power = forward.power
     assert power is not None
     text = (
-        f"That noise is largest at '{power.place}', {percent(power.noise)} of the values: a fault that changes them "
-        f"by {percent(power.seen_from)} is seen there, and a smaller one elsewhere."
+        f"A fault that changes values by {percent(power.seen_from)} or more would have been seen anywhere "
+        f"(the noise is largest at '{power.place}': {percent(power.noise)})."
     )
     if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
-        text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
+        text += f" A bias added twice would not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
     if power.is_poor:
-        text += " That is little power" + ("; --compute-dtype float32 has more." if forward.dtype != "float32" else ".")
+        text += " That is a weak test" + ("; --compute-dtype float32 sees more." if forward.dtype != "float32" else ".")
     return text
 
 
@@ -247,7 +247,7 @@ class Answer(Comparison):
             text = not_compared(exact.not_compared)
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
-                parts.append("Whether that plan is right, the forward alone can tell.")
+                parts.append("Only the forward pass can tell if that plan is right.")
         if self.loader is not None:
             parts += filter(None, [self.loader.verdict])
         if forward is not None:
@@ -257,13 +257,13 @@ class Answer(Comparison):
             parts.append(self.engine.verdict)
         if self.error is not None:
             is_of_engine = self.with_engine and (forward is not None or not self.wants_forward)
-            subject = "The engine's run" if is_of_engine else "The forward"
+            subject = "The engine's run" if is_of_engine else "The forward pass"
             subject = "The format" if isinstance(self.error, UncheckedFormatError) else subject
             what = f"{subject if exact is not None else 'It'} could not be checked"
             what = "Not all files are there" if isinstance(self.error, IncompleteError) else what
             parts.append(f"{what}: {self.error.message}")
         if self.evidence and self.verdict != "different":
-            parts.append(f"It rests on {'; '.join(self.evidence)}.")
+            parts.append(f"It rests on: {'; '.join(self.evidence)}.")
         return " ".join(parts) or "Nothing was checked."
 
     @property

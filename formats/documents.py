@@ -1,5 +1,4 @@
-"""Documents that are read from outside (config, index, manifest, shard metadata), checked at once against what they
-should be.
+"""Documents from outside (config, index, manifest, shard metadata), checked at once against their description.
 
 A description is a *reader*: a function that takes a value and its place in the document, and gives back what the code
 goes on with, or raises ``Unfit`` that names the place. Readers are put together: ``mapping(text)``, ``optional(size)``,
@@ -23,7 +22,7 @@ T = TypeVar("T")
 Reader = Callable[[object, str], T]
 
 LARGEST = 2**63 - 1
-"""The largest size, count or offset: what a file format and the operating system can express."""
+"""The largest size, count or offset that a file format and the operating system can express."""
 LARGEST_FLOAT32 = 3.4028234663852886e38
 LONGEST_NUMBER = 1024
 """Bits of an integer that is no size; as large as a float."""
@@ -38,7 +37,7 @@ headers of all source files.
 
 
 class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
-    """A value of a document is wrong. One line: the field, what was expected, what is there."""
+    """A wrong value in a document. One line: the field, the expected value, and the value that is there."""
 
 
 # -------------------------------------------------------------------------------------------------------- documents
@@ -63,7 +62,9 @@ def strict_json(text: str) -> Any:
 def read_document(
     path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None, parse: Callable[[str], Any] = strict_json
 ) -> tuple[bytes, T]:
-    """A file of JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
+    """Read a JSON file: its document, and the result of ``reader`` for it. Raises CheckpointError that names
+    the file.
+    """
     raw = read_file(path, limit)
     try:
         return raw, reader(sound(parse(raw.decode("utf-8-sig"))), "")
@@ -84,7 +85,7 @@ def json_bytes(document: Any, *, indent: int | None = 2) -> bytes:
 
 
 def sound(document: T) -> T:
-    """The same document, unless it is nested so deeply, or has a number of so many digits, that to go on would fail.
+    """Return the same document, unless it is nested too deeply, or has a number of too many digits.
 
     Raises ``ValueError``.
     """

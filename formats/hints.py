@@ -39,7 +39,7 @@ _WORDS = {
     "profile": "benchmark",
 }
 SYNONYMS = {word: meant for meant, words in _WORDS.items() for word in words.split()}
-"""A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
+"""Words of other tools, each with reshard's word for it. Leading dashes and capitals make no difference."""
 
 _QUANTIZE = "'reshard split --quantize fp8-block' does, to fp8; for another form llm-compressor does, say"
 _HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
@@ -67,7 +67,7 @@ def synonym(word: str) -> str:
 
 
 def meaning(word: str, words: Iterable[str]) -> str:
-    """``did you mean '--as'?``, or what else does it; nothing, if neither table has the word."""
+    """``did you mean '--as'?``, or the tool that does such a task; "" if neither table has the word."""
     match = {_key(candidate): candidate for candidate in words}.get(_key(synonym(word)))
     return f"did you mean '{match}'?" if match is not None else ELSEWHERE.get(_key(word), "")
 

@@ -25,7 +25,7 @@ from typing import IO, BinaryIO, NamedTuple, Protocol, cast
 from reshard.formats.errors import CheckpointError, redacted
 
 NEAR = 1 << 14
-"""Up to so many bytes between two ranges are read with them, because one more request would cost more."""
+"""The most bytes between two ranges that are read with them, because one more request would cost more."""
 
 Range = tuple[int, int]
 """The first byte of a range, and the one behind its last."""
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Stat(NamedTuple):
-    """A stored file: its size in bytes, and what names its content.
+    """A stored file: its size in bytes, and a text that names its content.
 
     ``made_of`` names what it is computed from on this machine, and is equal nowhere else.
     """
@@ -221,7 +221,7 @@ def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
 
 
 def open_file(path: FilePath) -> BinaryIO:
-    """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
+    """Open a regular file for reading. Raises CheckpointError for anything else, and if it cannot be opened."""
     local = local_path(path)
     if local is None:
         stored = cast(StoredPath, path)
@@ -370,7 +370,7 @@ class RangeFile(io.RawIOBase):
         return at
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Read what is in the file of some ranges, and keep it."""
+        """Read those of the ranges that lie in the file, and keep them."""
         inside = ((max(0, begin), min(end, self._size)) for begin, end in ranges)
         new = [*joined((part for part in inside if part[0] < part[1] and self._find(*part) is None), NEAR)]
         self._kept = sorted([*self._kept, *zip(new, self._read_ranges(new), strict=True)])

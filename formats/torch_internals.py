@@ -32,12 +32,12 @@ def bytes_in(tensor: Tensor) -> Tensor:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of a module itself, by name. What is put in takes the old one's place, unregistered as it is."""
+    """The parameters of a module itself, by name. A value put in takes the old one's place, without registering it."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module itself, by name. What is put in takes the old one's place."""
+    """The buffers of a module itself, by name. A value put in takes the old one's place."""
     return module._buffers
 
 

@@ -96,7 +96,7 @@ PREFIX = "base_model.model."
 """The prefix of module names in an adapter."""
 Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
-"""A hint for what an adapter alone cannot be."""
+"""The hint for a command that an adapter alone cannot do."""
 _RANK = whole(1, 1 << 20)
 _WHOLE = ("whole",)
 _LINES = {
@@ -188,7 +188,7 @@ class Settings:
     layers: tuple[int, ...] = field(default=(), metadata={"key": "layers_to_transform"})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The rank of what covers a name, by the first pattern that fits; several, if one may be for some of its
+        """Return the rank for a name, by the first pattern that fits; several, if an earlier one may hold for some
         indices alone.
         """
         first, ranks = with_first_indices(name), list[int]()

@@ -209,7 +209,7 @@ def model_types() -> Iterable[str]:
 
 
 class LocalPath(click.Path):
-    """A place on this machine: no URL, of which a folder with the URL's password in its name would be made."""
+    """A place on this machine. A URL is refused: it would become a folder with the URL's password in its name."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path. Raises click.BadParameter for a URL."""

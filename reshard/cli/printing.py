@@ -41,7 +41,7 @@ class UnprintableError(ReshardError):
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines of the result; what a terminal would obey in a name that was read is escaped."""
+    """Print lines of the result. Characters of a name that a terminal would obey are escaped."""
     _print("\n".join(printable(line) for text in lines for line in text.split("\n")))
 
 
@@ -161,7 +161,7 @@ def _print_aside(text: str, colour: bool | None = None) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Let what could not be written lead nowhere, or Python would try again at its end."""
+    """Send unwritten output nowhere; else Python would try again when it ends."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

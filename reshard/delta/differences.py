@@ -302,7 +302,7 @@ def share_of(tensors: Sequence[TensorDiff]) -> float:
 
 
 def percent_text(share: float) -> str:
-    """``3.1 %``; a share that is not zero is never shown as zero, nor one that is not all as all."""
+    """``3.1 %``. A share that is not zero never shows as zero, nor one below all as all."""
     if share == 1.0:
         return "100 %"
     return f"{share * 100:.2g} %" if share < 0.995 else "99.9 %" if share < 0.9995 else ">99.9 %"

@@ -191,7 +191,7 @@ class Fence:
 
 
 class _Coordinator(threading.Thread):
-    """Rank 0's other half: what all the connections lead to."""
+    """Rank 0's server of the fence, to which all connections lead."""
 
     def __init__(
         self, listener: socket.socket, names: tuple[str, ...], token: bytes, timeout: float, patience: float
@@ -233,7 +233,7 @@ class _Coordinator(threading.Thread):
             await asyncio.wait(self._posts, timeout=GRACE)
 
     async def _post(self, writer: asyncio.StreamWriter, mail: asyncio.Queue[bytes | None]) -> None:
-        """Write what there is for one rank; a large message in parts, as each rank's buffer would have a copy of it."""
+        """Send one rank its messages; a large one in parts, because each rank's buffer would have a copy of it."""
         with contextlib.suppress(OSError):  # of which the one who reads from it will hear
             while (message := await mail.get()) is not None:
                 for start in range(0, len(message), _PART):
@@ -305,7 +305,9 @@ class _Coordinator(threading.Thread):
             self._tell(_message("all", content))
 
     def _judge(self) -> None:
-        """Who is the cause of what one rank saw: one that does not answer, else the last of a chain of waiting."""
+        """Return the rank that caused the fault that another saw: one that does not answer, or else the last in a chain
+        of waits.
+        """
         assert self._blame is not None
         accuser, at, cause = self._blame
         silent = self._all - self._waits.keys()

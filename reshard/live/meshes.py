@@ -34,13 +34,13 @@ TRAINERS: Mapping[str, str] = {
     "torchtitan": "torchtitan-live",
     "megatron": "megatron",
 }
-"""The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
+"""Formats of trainers' tensors: the names are the program's, and ranks hold chunks."""
 MOST_PARTS = 1 << 22
 """The parts of tensors that all ranks of a trainer may hold together: they are planned one by one, in half a minute."""
 
 
 def held_format(name: str) -> Format:
-    """The format of what a running program holds: its names are those of its own modules. Raises PlanError."""
+    """Return the format of a running program's tensors, with the names of its own modules. Raises PlanError."""
     return with_names(format_of(name), MODULES, None)
 
 

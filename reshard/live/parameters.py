@@ -74,7 +74,7 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
 
 
 def check_unchanged(planned: Sequence[Slice], now: Sequence[Slice]) -> None:
-    """Raise LiveError, with the tensor's name, unless a later reading of the model gave what the plan was made of."""
+    """Raise LiveError, with the tensor's name, if the model no longer has the slices from which the plan was made."""
     for old, new in zip_longest(planned, now):
         if old != new:
             raise LiveError(
@@ -139,7 +139,7 @@ def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
 
 
 def _plain(placement: Placement, dims: int) -> Cut | None:
-    """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
+    """Return a placement as data. Raises PlanError for one that is not known to give a part of a tensor."""
     if type(placement) is Replicate:
         return None
     if type(placement) not in (Shard, StridedShard):

@@ -176,7 +176,7 @@ class _Process:
         return self._fence, self._wire, self.routes
 
     def _plan(self, fence: Fence) -> None:
-        """Make the plan from what all say, and agree on it. Raises LiveError on all ranks, or on none."""
+        """Make the plan from all descriptions, and agree on it. Raises LiveError on all ranks, or on none."""
         descriptions = self._gather(fence, "description", self._describe)
         if descriptions != self._descriptions:
             self.routes = None
@@ -220,7 +220,7 @@ class _Process:
         return replies
 
     def _begin(self, version: int, *, delta: bool = True) -> tuple[Fence, Wire, dict[str, list[torch.Tensor]], bool]:
-        """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
+        """Agree on the version to push. Only changes are sent if all processes have the version before it.
 
         Also returns this rank's tensors as they are now. Raises LiveError on all ranks, or on none.
         """
@@ -371,7 +371,7 @@ class Pull(_Process):
             self._poison(why)
 
     def _fill(self, routes: Routes, room: Tensors) -> None:
-        """Write what no rank sends: padding, which is zero, and constants."""
+        """Write the values that no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
             counts = Counter[str]()
             for part in chain.from_iterable(routes.parts(self.rank)):
@@ -392,7 +392,9 @@ def _rounding(dtype: str | torch.dtype | None) -> str | None:
 
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
-    """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
+    """Make the plan from the descriptions of all processes. Raises ReshardError, with the holders of the tensor it
+    names.
+    """
     for name, answer in zip(meeting.names, descriptions, strict=True):
         if (bucket := answer["bucket"]) != (first_bucket := descriptions[0]["bucket"]):
             raise PlanError(

@@ -139,7 +139,7 @@ class Side:
 
 
 def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
-    """The model that live ranks hold. ``dtype``: what is F32 there is taken as of this dtype.
+    """Return the model that live ranks hold. ``dtype``: F32 tensors are taken as this dtype.
 
     Raises CheckpointError if it is not complete, PlanError, or MismatchError if ranks do not agree.
     """

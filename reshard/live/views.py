@@ -47,7 +47,7 @@ class Parcel:
         self.word = _WORDS[min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts)] if is_plain else None
 
     def size(self, tensors: Tensors) -> int:
-        """The bytes to send, where the receiver has what was sent before."""
+        """The number of bytes to send to a receiver that has the last push."""
         if self._sent is None or self.word is None:
             return self.nbytes
         count = int(torch.count_nonzero(self._compared(tensors)[1]))
@@ -75,7 +75,7 @@ class Parcel:
         self._sent.copy_(new)
 
     def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
-        """Copy the blocks from ``room`` (bytes) to where they belong; of what is not in it, they have what is there.
+        """Copy the blocks from ``room`` (bytes) to their places. Blocks that are not in it keep their values.
 
         Raises LiveError if the result is not what was meant.
         """

@@ -32,7 +32,7 @@ SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 ANSWER = "reshard's answer: "
-"""Before the line with what a rank found: vLLM prints lines of its own."""
+"""The mark before the line with a rank's result: vLLM prints lines of its own."""
 
 
 def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:

@@ -55,7 +55,7 @@ class Message(NamedTuple):
 HEAD = 64
 """Bytes before a message: the words of ``_WORDS``, of 64 bits, and room up to a line of the cache."""
 MOST = 64
-"""Messages that are on their way from one rank at a time: fewer than a socket has room for what is said about them."""
+"""The most messages on their way from one rank: a socket must have room for their heads."""
 _WORDS = ("version", "step", "size", "checksum")
 
 
@@ -320,7 +320,7 @@ class Wire:
 
 
 class _Ring:
-    """Memory for messages, each in one piece, that is free again in the order in which it was taken."""
+    """A ring of memory for messages, each contiguous, which are freed in the order in which they were taken."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -345,7 +345,9 @@ class _Ring:
 
 
 def _checksum(part: torch.Tensor) -> torch.Tensor:
-    """The sum of a message's 64-bit words, modulo 2^64: sees what is torn, stale or flipped, not what is exchanged."""
+    """Return the sum of a message's 64-bit words, modulo 2^64. It sees torn, stale or flipped words, not exchanged
+    ones.
+    """
     return part[HEAD:].view(torch.int64).sum()
 
 

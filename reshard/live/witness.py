@@ -46,7 +46,7 @@ _BITS = 40
 
 
 class Copied(NamedTuple):
-    """Elements of a parameter, and those of a tensor of the checkpoint that go there; both views have one shape."""
+    """Elements of a parameter, and the checkpoint's elements that go there; both views have one shape."""
 
     into: View
     number: int
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rooms: dict[int, torch.Tensor] = {}  # kept: no other storage gets their number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a copy, follow a view. Raises LiveError for what is not followed."""
+        """Record a copy, or follow a view. Raises LiveError for an operation that cannot be followed."""
         numbers = [self._numbers.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
         followed = [number for number in numbers if number is not None]
         if not followed:

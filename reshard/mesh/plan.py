@@ -1,4 +1,4 @@
-"""The plan: what each rank of a mesh owns of every tensor of a model.
+"""The plan: the part of every tensor of a model on each rank of a mesh.
 
 The runs of one dimension come from ``formats/notation/axes.py``, the rule of each tensor from ``binding.py``, and
 whether the degrees are possible from ``degrees.py``. For another program's tensors see ``arrangement.py``.

@@ -1,4 +1,4 @@
-"""The sums that a person decides by: what each rule does to its tensors, bytes per rank, replication, all-reduces.
+"""Totals by which a person decides: the split of each rule's tensors, bytes per rank, replication, all-reduces.
 
 Pure: computed from a plan.
 """
@@ -225,7 +225,9 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
 
 
 def activation_bytes(plan: Plan) -> int:
-    """Bytes of one activation: by the config's dtype, else by that of the largest floating-point weight, else 2."""
+    """The bytes of one activation: by the config's dtype, or else the dtype of the largest floating-point weight, or
+    else 2.
+    """
     floats = [kind for kind in plan.laid if kind.dtype in DTYPE_NAMES]
     largest = max(floats, key=lambda kind: math.prod(plan.laid[kind].full), default=None)
     dtype = stated_dtype(plan.model.sizes.settings) or (largest.dtype if largest else "BF16")

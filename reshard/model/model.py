@@ -31,7 +31,9 @@ and 43.
 
 
 FEW = 10_000
-"""By how much a count of layers or experts may exceed that of the tensors: some tensors hold all layers or experts."""
+"""The most by which a count of layers or experts may exceed the number of tensors: some tensors hold several of
+them.
+"""
 
 
 def check_members(axis: str, count: int | None, tensors: int) -> None:

@@ -13,7 +13,7 @@ from reshard.model.model import AxisSizes, Model
 
 
 def scaled_of(model: Model, tensors: Mapping[str, Stored]) -> tuple[dict[str, Scaled], set[str]]:
-    """Its weights that can be dequantized, among these tensors of it, and the names of what is then of no use.
+    """Return the weights among these tensors that can be dequantized, and the names of tensors that are then useless.
 
     Raises PlanError for a tensor that cannot be dequantized, and for a model in float16, whose weights would be in
     bfloat16 beside float16.

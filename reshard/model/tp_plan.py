@@ -92,7 +92,7 @@ class _Part(NamedTuple):
 
 
 class _Planner:
-    """A plan that grows: the styles, and what is gathered or whole, by the names of modules."""
+    """A plan under construction: the styles, and the modules whose outputs are gathered or whole, by name."""
 
     def __init__(self, model: Model, network: Any, degree: int | None) -> None:
         self.model, self.network, self.degree = model, network, degree

@@ -37,7 +37,7 @@ class Unknown:
 
 
 def named_in(architecture: Architecture, name: str) -> str:
-    """A tensor's name as a line has it: its numbers are indices, of which the architecture may not know the names."""
+    """A tensor's name as a line would have it: its numbers are indices, whose names the architecture may not know."""
     return architecture.in_general(
         name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
     )

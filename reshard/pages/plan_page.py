@@ -1,4 +1,4 @@
-"""The picture of a plan: one block of each kind, every weight as a rectangle to scale, with what each rank holds of it.
+"""The picture of a plan: one block of each kind, every weight as a rectangle to scale, with the part of each rank.
 
 The page needs nothing else: no network, no script, no font.
 """
@@ -37,7 +37,7 @@ LINE = 11
 MOST_PARTS = 200
 """A side that is cut into more parts is drawn without cuts."""
 MOST_SETS = 8
-"""An expert is drawn on so many sets of ranks at most."""
+"""The most sets of ranks on which an expert is drawn."""
 
 Ranks = frozenset[int]
 
@@ -111,8 +111,9 @@ _SECOND_NORM = re.compile(r"post|pre_f|pre_m|ffn|feed|mlp|ff|2")
 
 
 def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """The weights of a layer in the order in which a token comes to them: those of the attention, or what stands in
-    its place, and those of the MLP, or the experts; in each, the norm first, and last what the ranks add up.
+    """Return the weights of a layer in the order in which a token comes to them: those of the attention, or of what
+    replaces it, then those of the MLP or the experts; in each, the norm first, and the weight before the all-reduce
+    last.
     """
     if not any(kind.layers for kind in kinds):
         return [[*kinds]]
@@ -174,7 +175,7 @@ class _Picture:
         self.stages = [frozenset(range(first, first + size)) for first in range(0, self.plan.mesh.size, size)]
 
     def colour(self, rank: int) -> str:
-        """A colour that is told from those of other ranks, and seen on light and dark."""
+        """Return a rank's colour, which differs from those of other ranks, and is seen on light and dark."""
         count = self.plan.mesh.size
         hue = rank * 360 / count if count <= 8 else rank * 137.5  # neighbours are never alike
         return f"hsl({hue % 360:.0f} 62% {52 if rank % 2 else 60}%)"
@@ -187,7 +188,7 @@ class _Picture:
         return f"url(#{self.shared.setdefault(ranks, f'shared-{len(self.shared)}')})"
 
     def patterns(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Stripes for what several ranks hold: of their colours, or grey, without one, where all do."""
+        """Return stripes for weights that several ranks hold: in their colours, or grey if all ranks hold them."""
         for ranks, name in self.shared.items():
             is_all = ranks in self.stages or len(ranks) > 8
             yield name, [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
@@ -317,8 +318,8 @@ class _Side(NamedTuple):
 
 
 def _sides(layout: Layout) -> tuple[Sequence[_Side], str]:
-    """The last two dimensions of a tensor, and a note on the others; a leading one instead of the first of these, if
-    that is what is cut.
+    """Return the last two dimensions of a tensor, and a note on the others. A leading dimension that is cut takes the
+    place of the first of the two.
     """
     dims = [*range(len(layout.full))][-2:]
     cut = [dim for dim in layout.parallel_dims if dim not in dims]

@@ -65,7 +65,7 @@ class Geometry:
         return range(self.layouts[0].ranks) if self.parts is None else self.parts
 
     def shape(self, holder: int) -> tuple[int, ...] | None:
-        """The shape of what a holder has; None if it has no part of the tensor."""
+        """Return the shape of a holder's tensor; None if it has no part of the stored tensor."""
         if holder not in self._shapes:
             dims = self.dims(holder)
             self._shapes[holder] = None if dims is None else tuple(sum(run.length for run in runs) for runs in dims)
@@ -120,7 +120,7 @@ class Geometry:
         return holder in self.spread(number).pieces
 
     def first(self, holder: int, number: int) -> int:
-        """The number of the first element that a holder has of the stack's index in which an atom is."""
+        """Return the number of a holder's first element at the index of the stack at which an atom lies."""
         if not self.is_stack:
             return 0
         shape = self.shape(holder)

@@ -86,7 +86,7 @@ class Box(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Indices of a dimension that the same pieces of both sides have, of those that have what is chosen before it.
+    """A segment of a dimension: indices that lie in the same pieces of both sides, among the pieces chosen so far.
 
     ``is_data`` is False for padding: zeros that the atom does not have.
     """

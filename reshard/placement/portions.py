@@ -287,7 +287,7 @@ def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[i
 
 
 def _beside(model: Model, format: Format) -> Callable[[BoundTensor], Mapping[int, bool]] | None:
-    """Says of a tensor whether the model has beside it what lines that cover it ask for, by the id of the line's use.
+    """Tells, by the id of a line's use, whether the model has the tensors that the line asks for beside this tensor.
 
     None if no line asks.
     """

@@ -1,5 +1,5 @@
-"""The journals of a staging folder: who writes which files, which are finished, which parts of the others are, their
-checksums, and what they were made from.
+"""Journals of a staging folder: which process writes which files, which files and parts of files are finished, their
+checksums, and the reads that they were made from.
 
 Each share of the files has one. It begins with the task and the names of the files, and the process that writes the
 share has it locked. Each line has a checksum: a damaged one counts as not written. The last line says that the process
@@ -107,7 +107,7 @@ WHOLE = "output"
 
 @dataclass(frozen=True)
 class FileShare:
-    """The files of an output that one process writes: all, those of some ranks, or a part that was dealt by size.
+    """The files of an output that one process writes: all, those of some ranks, or a part of about equal size.
 
     ``label`` is its name in messages, locks and journals (``part-0-of-4``). ``planned`` has the sizes in bytes of the
     files that all processes write, as far as this one knows: the output is committed when they are finished. With
@@ -134,8 +134,8 @@ class FileShare:
 
 @dataclass(frozen=True)
 class Run:
-    """The last run of a share: what it began with (nothing, if it has not), whether all of it is finished, and whether
-    its process is at work.
+    """The last run of a share: the line it began with (empty if it has not begun), whether all of the share is
+    finished, and whether its process is at work.
     """
 
     label: str

@@ -122,7 +122,7 @@ class Staging:
         """Whether all files are finished, by whichever process, so that this process commits the output."""
         self.finished: dict[str, Finished] = {}
         self._numbers: dict[Read, int] = {}
-        """The numbers that the journal has of what was read."""
+        """The journal's numbers for reads that several files share."""
 
     def __enter__(self) -> Staging:
         try:
@@ -310,7 +310,9 @@ class Staging:
                     yield structure(Moved, Record(entry, ""))
 
     def _earlier(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
+        """Yield the entries of this kind by runs with the same inputs and plan, each with the line that its run began
+        with.
+        """
         for path in journals_in(self.work):
             for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):

@@ -44,7 +44,7 @@ _FILES = 4
 
 _TRIES = 5
 _NOBODY = "nobody"
-"""Stands for a task in the name of a journal: what is there may be of several."""
+"""The task in the name of a journal that no task owns: files of several tasks may be there."""
 
 ROOM = 64 << 30
 """Bytes of files that are built at a time on this machine, if its disk has twice as much space."""
@@ -128,7 +128,9 @@ class Uploading(Staging):
             self._uploads.append(self._threads.submit(self._upload, name))
 
     def _claim_place(self) -> dict[str, str | None]:
-        """Make the place this task's, if it is nobody's; returns what is there. Raises CheckpointError."""
+        """Claim the place for this task if no task owns it, and return the names that are there. Raises
+        CheckpointError.
+        """
         was_empty = False
         for _ in range(_TRIES):
             owner = self._bucket.task(UNFINISHED)
@@ -172,7 +174,7 @@ class Uploading(Staging):
             )
 
     def _remove_old(self, names: Iterable[str]) -> None:
-        """Remove what was there before, if it is of a checkpoint; what knows that goes last.
+        """Remove the files of an earlier checkpoint; the manifest, which names them, goes last.
 
         Raises CheckpointError.
         """
@@ -294,7 +296,7 @@ class Uploading(Staging):
         self._bucket.note(self._journal_key, "".join([first, *lines]).encode())
 
     def _wait(self) -> None:
-        """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
+        """Wait for all uploads. Raises the error of a failed one; uploads that have not begun by then are dropped."""
         while wait(self._uploads, WAKE, FIRST_EXCEPTION).not_done:
             self._raise_failed()
         self._raise_failed()

@@ -289,7 +289,7 @@ def _may_be_repo(source: str) -> bool:
 
 
 def _meant(path: Path) -> str:
-    """``did you mean 'model'?``: what is written nearly so, beside what is not there; a number makes another name."""
+    """``did you mean 'model'?``: existing names that are spelled nearly like a missing one, but for other numbers."""
     letters, names = re.sub(r"\d", "", path.name), list[str]()
     with suppress(OSError):
         names = [each.name for each in path.parent.iterdir() if re.sub(r"\d", "", each.name) != letters]

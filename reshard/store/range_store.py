@@ -33,7 +33,7 @@ memory.
 
 
 class RangeStore(Store):
-    """A store: ``files`` says what each file is, ``kept`` has ranges of remote files that were already read."""
+    """A store. ``files`` has the content of each file, ``kept`` ranges of remote files that were already read."""
 
     def __init__(
         self, name: str, files: Mapping[str, Content], *, location: str | None = None, commit: str | None = None,

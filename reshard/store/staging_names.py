@@ -19,13 +19,15 @@ from typing import IO, Any
 from reshard.formats.errors import CheckpointError
 
 STATE = ".reshard-"
-"""The names of what says how far an output is begin so."""
+"""The prefix of names that tell how far an output is."""
 UNFINISHED = f"{STATE}unfinished"
 """The object that says that an output is still being uploaded."""
 COMMON = f"{STATE}common"
 """The lock that each process takes to begin and to end."""
 JOURNAL = f"{STATE}journal-"
-"""The names of what says what a process writes, and has written, begin so: a file that it has locked, or an object."""
+"""The prefix of a journal's name: a locked file, or an object, that tells which files a process writes and has
+written.
+"""
 BUILT = "output"
 """The folder in a staging folder that gets the name of the output."""
 SUFFIX = ".partial"
@@ -133,7 +135,7 @@ def _check_of(text: str, begin: str) -> str:
 
 
 def entries_in(lines: Iterable[str], *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The entries in the lines of a journal whose first key is one of ``kinds``, each with what its run began with.
+    """Yield the entries of a journal whose first key is one of ``kinds``, each with the line that its run began with.
 
     A run begins with an entry whose first key is ``task``. A line whose checksum is not right is none.
     """

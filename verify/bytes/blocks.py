@@ -114,7 +114,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A holder's part of a tensor: its blocks, and what is stored in place of the original's elements.
+    """A holder's part of a tensor: its blocks, and the expected bits of elements that the original does not have.
 
     ``use`` is the number of the stored tensor among those that have elements of this one, ``holder`` that of the rank
     or file. ``bits`` are those of a stored element, which is a ``function`` of the original's if there is one. ``zero``
@@ -183,8 +183,8 @@ def blocks_of(geometry: Geometry, holder: int, number: int, original: Line, padd
 
 
 def _ranges(runs: Iterable[Run], full: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Runs of a factor, cut at the end of what is no padding: where each begins, its length, where the holder has it,
-    and whether it is padding.
+    """Cut runs of a factor at the begin of padding. Yields the begin and length of each, the holder's index, and
+    whether it is padding.
     """
     local = 0
     for run in runs:
@@ -197,7 +197,7 @@ def _ranges(runs: Iterable[Run], full: int) -> Iterator[tuple[int, int, int, boo
 
 
 def owners(shape: Sequence[int], owned: Sequence[Sequence[Sequence[Run]]]) -> tuple[list[list[int]], Array]:
-    """The cuts of each dimension between what any of several owners has, and how many have each cell of that grid.
+    """Cut each dimension wherever an owner's run begins or ends, and count the owners of each cell of that grid.
 
     ``owned`` has, of each owner, its runs along each dimension.
     """

@@ -218,7 +218,9 @@ class Comparison:
     # ----------------------------------------------------------------------------------------- what is compared
 
     def _twins(self) -> Iterator[tuple[str, TensorInfo]]:
-        """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
+        """Tensors of the original, each with its copies: kept beside the shards, or under a second name in the
+        original.
+        """
         there = self._infos
         for name, kept in self._shards.intact.items():
             if name in there and (kept.dtype, kept.shape) == (self._kinds[name][0].dtype, there[name].shape):

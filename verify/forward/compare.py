@@ -38,7 +38,7 @@ from reshard.verify.rank.roles import positions_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 Progress = Callable[[str], None]
-"""Called with what is being done."""
+"""A function that is called with the name of the current step."""
 
 
 DEFAULTS = ForwardOptions()
@@ -63,7 +63,7 @@ def prepare(original: Source | Unmerged, shards: Source, options: ForwardOptions
 
 
 def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
-    """Start the ranks, and compare what they found. Raises ReshardError."""
+    """Start the ranks, and compare their results. Raises ReshardError."""
     device, world, options = device_of(job.options), job.plan.mesh.size, job.options
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.

@@ -61,7 +61,7 @@ class Job:
 
 
 def run_plan(shards: Source) -> Plan:
-    """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
+    """Return the plan for a run of shards: their own or, for chunks, which any mesh loads, that of the whole model."""
     return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
 
 

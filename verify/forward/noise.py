@@ -134,7 +134,7 @@ def _difference(state: Tensor, exact: Tensor) -> Tensor:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Rows of channels in float64; what is near the end of its dtype's range (masks) counts as infinite."""
+    """Return rows of channels in float64. Values near the end of the dtype's range (masks) count as infinite."""
     wide = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1] if x.dim() else 1)
     end = min(torch.finfo(x.dtype).max / 4, 1e30)
     return wide.masked_fill(wide >= end, math.inf).masked_fill(wide <= -end, -math.inf)

@@ -72,8 +72,8 @@ class Power:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardReport(Run):
-    """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit or the shards' model had
-    a ``failure``; and what was run, on which devices.
+    """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit, or the ``failure`` of
+    the shards' model; with the settings of the run, and its devices.
     """
 
     is_same: bool
@@ -94,8 +94,8 @@ class ForwardReport(Run):
 
 
 def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport:
-    """The report of what the ranks found, in rank order. If the run failed, it has only the result of the rank that
-    failed.
+    """Combine the ranks' results, in rank order, into a report. After a failure there is only the failed rank's
+    result.
     """
     result, own = results[0], dtype_name(job.dtype)
     if result.alarm is not None:

@@ -1,4 +1,4 @@
-"""Asks a program's own loader about shards, in the program's Python, and says what it answered.
+"""Asks a program's own loader about shards, in the program's Python, and reports its answer.
 
 Neither placement nor rules of reshard are asked: the witness gets two folders and the degrees of a mesh.
 """

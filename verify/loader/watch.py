@@ -1,4 +1,5 @@
-"""Compares files with what a loader writes into a model, as it writes, and judges what it leaves alone.
+"""Compares files with the values that a loader writes into a model, as it writes, and judges those that it leaves
+alone.
 
 The model lies in memory that was reserved and is never touched: what is copied into a large tensor is compared at once
 with the same elements of the file, bit for bit, and not written. What a loader computes of the checkpoint is computed,
@@ -34,11 +35,11 @@ _UNTOUCHED, _EQUAL, _OTHER = 0, 1, 2
 
 
 class NotFollowedError(Exception):
-    """The loader does something with a tensor of the model of which nobody can say what will be in it."""
+    """The loader does something with a model's tensor after which its content cannot be known."""
 
 
 class Creation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which memory is reserved and not written while a model is built: what it holds is nobody's choice."""
+    """Records memory that is reserved and not written while a model is built: its content is left to chance."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ class Room:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches what a loader writes into the rooms."""
+    """Catches a loader's writes into the rooms."""
 
     def __init__(self, rooms: Mapping[int, Room]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,7 +168,7 @@ class _NoNumpy(TorchFunctionMode):
 
 @contextmanager
 def followed(rooms: Mapping[int, Room]) -> Iterator[None]:
-    """Follow what a loader does in the block. Raises NotFollowedError there."""
+    """Follow a loader's operations in the block. Raises NotFollowedError there."""
     with _NoNumpy(rooms), Watch(rooms):
         yield
 

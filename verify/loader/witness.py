@@ -46,7 +46,7 @@ class Judgement:
 
 
 def judge(rank: Rank, small: int = SMALL) -> Judgement:
-    """Let a rank's loader load the original, and compare the shards with what it makes. Raises NotFollowedError."""
+    """Let a rank's loader load the original, and compare the shards with the loaded model. Raises NotFollowedError."""
     rooms = dict[int, Room]()
     for name, tensor in rank.held().items():
         if tensor.numel():

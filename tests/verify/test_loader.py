@@ -240,7 +240,7 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
         (
             "llama",
             {"tp": 2},
-            "the bytes, by the built-in rules of 'llama'; no forward pass; the ranks' sizes, as split wrote them.",
+            "the bytes, by the built-in rules of 'llama'; no forward pass; ranks' sizes from split.",
         ),
         (
             "llama",

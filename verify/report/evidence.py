@@ -31,7 +31,7 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
     else:
         yield "no forward pass"
         if shards.stated is not None:
-            yield "the ranks' sizes, as split wrote them"
+            yield "ranks' sizes from split"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 

@@ -1,4 +1,4 @@
-"""What is to be moved: jobs, the files and places of their targets, and how it is done.
+"""Jobs of a move, the files and places of their targets, and its options.
 
 CRC-32s of parts of a file are made of those of its pieces, in whatever order and by whichever process they are written.
 isal computes them: it takes a third of zlib's time (13.2 against 3.9 GB/s on one core), and can join two.
@@ -43,7 +43,9 @@ class Run(NamedTuple):
 
 
 def parts_within(crcs: Sequence[Crc], offset: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """What lies within one of these of ``size`` bytes from ``offset`` on: begin, end, and whether it is all of it."""
+    """Yield the parts of ``size`` bytes from ``offset`` on that lie within one of ``crcs``: begin, end, and whether
+    they fill it.
+    """
     first = bisect_right(crcs, offset, key=lambda crc: crc.begin) - 1
     for number in range(max(first, 0), len(crcs)):
         begin, end = max(crcs[number].begin, offset), min(crcs[number].end, offset + size)
@@ -87,9 +89,9 @@ class TargetFile:
     path: Path = Path()
     """Its path when it is complete."""
     done: bool = False
-    """Whether an earlier run has finished it, or another writes it."""
+    """Whether an earlier run has finished the file, or another process writes it."""
     has_steps: bool = False
-    """Whether a journal says that steps of it are complete."""
+    """Whether a journal notes complete steps of the file."""
     runs: list[Run] = field(default_factory=list)
     """The CRC-32s of pieces that were written."""
     opened: FileIO | None = None
@@ -129,7 +131,7 @@ class Job(NamedTuple):
     holders: int = 0
 
     def is_small(self, small: int) -> bool:
-        """Whether it is moved together with others, where ``small`` is the size of the largest of these."""
+        """Whether it is small enough, at most ``small`` bytes, to be moved together with others."""
         return self.nbytes <= small
 
     def work(self, small: int) -> int:
@@ -149,7 +151,7 @@ class Sizes:
     together: int = 1 << 20
     """Small tensors are moved together up to so many bytes."""
     piece: int = PIECE
-    """What is read, summed and written at a time, while it is in a processor's cache."""
+    """Bytes that are read, summed and written at a time, while they are in a processor's cache."""
     write: int = 1 << 16
     """A system call writes at most so many bytes, and ends at a multiple of this in the file. Larger calls take larger
     pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
@@ -162,12 +164,12 @@ DEFAULT = Sizes()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How bytes are moved.
+    """Settings of a move.
 
     ``workers``: the number of threads, by default one a core, two to eight.
     ``checksum``: checksums are recorded, and compared with recorded ones.
     ``fsync``: the output is flushed to the disk before it gets its name.
-    ``sizes``: the sizes of pieces to move.
+    ``sizes``: how much is moved at a time.
     """
 
     workers: int | None = None

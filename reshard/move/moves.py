@@ -185,7 +185,7 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
 
 @dataclass(slots=True, eq=False)  # there are two for each tensor
 class _Places(Generic[Place]):
-    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
+    """The place of an atom on each rank. ``place_of`` gives the places of stored tensors, by name and rank."""
 
     place_of: Callable[[str, int], Place]
     location: Location
@@ -203,7 +203,9 @@ def _on_all(place: Place) -> Callable[[int], Place]:
 
 
 def _place_of_copies(places: Sequence[Callable[[int], SourcePlace]], ranks: int, number: int) -> SourcePlace:
-    """Where a rank has a tied tensor, or its copy: those of the first copy count from ``ranks`` on, and so on."""
+    """Return the place of a tied tensor, or of a copy of it, on a rank: numbers of the first copy begin at ``ranks``,
+    and so on.
+    """
     which, rank = divmod(number, ranks)
     return places[which](rank)
 
@@ -231,7 +233,7 @@ def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
 
 
 def _alike(location: Location) -> tuple[Geometry, int, str]:
-    """What is equal for atoms that lie alike in stored tensors."""
+    """Return a key that atoms share if they lie alike in stored tensors."""
     return location.stored.geometry, location.number, location.stored.dtype
 
 
@@ -241,8 +243,8 @@ def _one_step(slab: Slab) -> Route:
 
 
 def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlace:
-    """Where an atom lies in the source's file of tensors that its format does not store. Raises PlanError if it does
-    not.
+    """Return an atom's place in the source's file of tensors that its format does not store. Raises PlanError if it is
+    not there.
     """
     info = source.intact.get(tensor)
     if info is None:

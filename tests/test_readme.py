@@ -37,7 +37,7 @@ ADAPTERS = DOCS / "how-to" / "adapters.md"
 WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
 PYTHON, JSON, MANIFEST = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest"))
-MOST_WORDS = 20_000
+MOST_WORDS = 20_200
 BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "benchmarks/README.md")]
 PAGES = [README, *BESIDE, *sorted(DOCS.rglob("*.md"))]
 
@@ -244,7 +244,7 @@ def test_pages_show_the_same_run_of_a_command() -> None:
     """Numbers of rounding differ from run to run, but not on two pages."""
     shown = block(VERIFICATION.read_text(), "verify")
     assert block(TUTORIAL.read_text(), "verify") == shown, "run make docs"
-    ratio = re.search(r"exceeds (\S+) times", block(README.read_text(), "proof"))
+    ratio = re.search(r"has (\S+) times", block(README.read_text(), "proof"))
     assert ratio is not None and ratio[0] in shown
 
 

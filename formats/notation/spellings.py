@@ -1,8 +1,8 @@
-"""How the names of a model's tensors are spelled: as published, or as transformers' own modules have them.
+"""Spellings of the names of a model's tensors: as published, or as transformers' own modules have them.
 
 A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
-module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
-tensor is made of stands in ``formats/programs/transformers.json``.
+module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components.
+``formats/programs/transformers.json`` says which tensors a module's tensor is made of.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Spellings:
         return frozenset(match.template for match in map(self._architecture.match, names) if match is not None)
 
     def is_joined(self, name: str) -> bool:
-        """Whether a tensor is one that modules make of several."""
+        """Whether modules make this tensor of several."""
         match = self._architecture.match(name) if self.of_modules else None
         return match is not None and match.template in self.of_modules
 
@@ -152,7 +152,7 @@ class Spellings:
         return {tensor.parts[0].source: tensor.name for tensor in whole if tensor.parts[0].label is None}
 
     def tensor(self, name: str) -> Hashable:
-        """What a tensor's names have in common: the module's tensor, or else the line and the indices."""
+        """Return a key that all names of a tensor share: the module's tensor, or else the line and the indices."""
         spelled, match = self.in_modules(name), self._architecture.match(name)
         module, _, leaf = name.rpartition(".")
         if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):

@@ -1,4 +1,4 @@
-"""``reshard split``, ``merge`` and ``patch``: one engine carries them out, and one summary says what was done."""
+"""``reshard split``, ``merge`` and ``patch``: one engine carries them out, and one summary tells the result."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def without_numpys_threads() -> None:
 
 
 def carry_out(options: dict[str, Any], **fields: Any) -> None:
-    """Have the function of the command's name write what the options request, show how far it is, and print what was
-    done.
+    """Call the function of the command's name with a request of these options, show its progress, and print its
+    summary.
     """
     without_numpys_threads()
     from reshard.commands import split as commands

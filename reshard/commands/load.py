@@ -144,7 +144,7 @@ def _device(name: str) -> str:
 
 @dataclass(frozen=True)
 class LoadRequest(Access, Degrees):
-    """What ``load`` takes.
+    """Arguments of ``load``.
 
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
@@ -205,7 +205,7 @@ def rank_config(request: LoadRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorsRequest(Access):
-    """What ``tensors`` takes.
+    """Arguments of ``tensors``.
 
     ``source``: a checkpoint in any form: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: that of the names and shapes.

@@ -282,7 +282,7 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass
 class Account:
-    """What a thread has moved since its last report."""
+    """A thread's moves since its last report."""
 
     steps: list[tuple[int, int]] = field(default_factory=list)
     """The steps that are complete: all that was read and written is of these."""
@@ -318,7 +318,7 @@ def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Seque
 
 
 class Mover:
-    """What a thread does: carries out the steps that it draws.
+    """The work of a thread: it draws steps, and carries them out.
 
     ``writing`` has the files that are not complete, ``busy`` those that a thread is writing to. ``send`` takes its
     reports.
@@ -555,7 +555,7 @@ class _Run:
 
     size: int = 0
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """Where they lie: the offset in the file, the position in memory, and the length of each range."""
+    """For each range: its offset in the file, its position in memory, and its length."""
     made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
     """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
     data: Bytes = field(default_factory=lambda: _NONE)

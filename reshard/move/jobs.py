@@ -1,4 +1,4 @@
-"""What is to be moved: jobs, the files and places of their targets, and how it is done.
+"""Jobs of a move, the files and places of their targets, and its options.
 
 CRC-32s of parts of a file are made of those of its pieces, in whatever order and by whichever process they are written.
 isal computes them: it takes a third of zlib's time (13.2 against 3.9 GB/s on one core), and can join two.
@@ -41,7 +41,9 @@ class Run(NamedTuple):
 
 
 def parts_within(crcs: Sequence[Crc], offset: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """What lies within one of these of ``size`` bytes from ``offset`` on: begin, end, and whether it is all of it."""
+    """Yield the parts of ``size`` bytes from ``offset`` on that lie within one of ``crcs``: begin, end, and whether
+    they fill it.
+    """
     first = bisect_right(crcs, offset, key=lambda crc: crc.begin) - 1
     for number in range(max(first, 0), len(crcs)):
         begin, end = max(crcs[number].begin, offset), min(crcs[number].end, offset + size)
@@ -154,7 +156,7 @@ class Job(NamedTuple):
         return self.targets.on(rank)
 
     def is_small(self, small: int) -> bool:
-        """Whether it is moved together with others, where ``small`` is the size of the largest of these."""
+        """Whether it is small enough, at most ``small`` bytes, to be moved together with others."""
         return self.nbytes <= small
 
     def work(self, small: int) -> int:
@@ -174,7 +176,7 @@ class Sizes:
     together: int = 1 << 20
     """Small tensors are moved together up to so many bytes."""
     piece: int = PIECE
-    """What is read, summed and written at a time, while it is in a processor's cache."""
+    """Bytes that are read, summed and written at a time, while they are in a processor's cache."""
     write: int = 1 << 16
     """A system call writes at most so many bytes, and ends at a multiple of this in the file. Larger calls take larger
     pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
@@ -187,12 +189,12 @@ DEFAULT = Sizes()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How bytes are moved.
+    """Settings of a move.
 
     ``workers``: the number of threads, by default one a core, two to eight.
     ``checksum``: checksums are recorded, and compared with recorded ones.
     ``fsync``: the output is flushed to the disk before it gets its name.
-    ``sizes``: the sizes of pieces to move.
+    ``sizes``: how much is moved at a time.
     """
 
     workers: int | None = None

@@ -207,7 +207,7 @@ def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
 
 
 def _alike(location: Location) -> tuple[Geometry, int, str]:
-    """What is equal for atoms that lie alike in stored tensors."""
+    """Return a key that atoms share if they lie alike in stored tensors."""
     return location.stored.geometry, location.number, location.stored.dtype
 
 

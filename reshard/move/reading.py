@@ -214,9 +214,10 @@ def checksum_of(file: SourceFile) -> str:
 
 
 def ranges_of(place: SourcePlace, region: Region) -> Iterable[tuple[int, int, int]]:
-    """What is read of a region: the offset from the place on, the position in the region, and the length of each range.
+    """Return the ranges to read of a region: for each, the offset from the place on, the position in the region, the
+    length.
 
-    It is all of it, or what is needed of its rows; of short rows of a file on this machine, all.
+    Everything is read, or the needed parts of its rows; of short rows in a file on this machine, everything.
     """
     if region.needed is None or not (place.file.is_elsewhere or region.shape[-1] > _ROW):
         return region.ranges(0, region.nbytes)

@@ -122,7 +122,8 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How weights are computed: dequantized by ``scales`` and ``numbers``, quantized by ``block_scales`` and ``codes``.
+    """The functions that compute weights: ``scales`` and ``numbers`` dequantize, ``block_scales`` and ``codes``
+    quantize.
 
     verify has its own.
     """
@@ -149,10 +150,10 @@ ARITHMETIC = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What the bytes of a tensor come from: ``read`` gives those from one number to another, and raises ReshardError.
+    """The origin of a tensor's bytes. ``read`` returns those from one offset to another, and raises ReshardError.
 
-    ``files`` are read, that in whose place the tensor stands first. ``plain`` is what the bytes follow from besides the
-    contents of the files, as JSON has it.
+    ``files`` are read; the first is the file in whose place the tensor stands. ``plain`` is everything else that the
+    bytes follow from, as JSON.
     """
 
     read: Callable[[Arithmetic, int, int], Bytes]
@@ -215,7 +216,7 @@ def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -
 
 
 _BLOCKS = ArrayCache(8 << 20)
-"""What was put together last: the next range may begin within it."""
+"""The blocks that were put together last: the next range may begin within one."""
 
 
 @lru_cache(maxsize=64)
@@ -313,7 +314,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
 
 
 def is_quantized(source: Source) -> bool:
-    """Whether config.json has settings of quantization, or some tensor belongs to a quantized weight."""
+    """Whether config.json has quantization settings, or some tensor is the companion of a quantized weight."""
     dtypes, scheme = {tensor.name: tensor.dtype for tensor in source.model.tensors}, source.model.sizes.scheme
     settings = quantization_settings(source.model.config)
     return bool(settings) or any(scheme.companion(*entry, dtypes) for entry in dtypes.items())
@@ -405,12 +406,12 @@ class ComputedFile(Remote):
 
     @property
     def address(self) -> str:
-        """That of the file in whose place it stands."""
+        """The address of the file in whose place it stands."""
         return self.files[0].address if self.files else self.name
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Those of all files that it is made of."""
+        """The paths of all files that it is made of."""
         return tuple(dict.fromkeys(path for file in self.files for path in file.paths))
 
     def over_network(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What an output has, in whatever format: its weight files, the small files beside them, and what its manifest says.
+"""The content of an output, in whatever format: its weight files, the small files beside them, and its manifest.
 
 The format says how files are named and what they hold. reshard's own form also has small files of each rank, and ranks
 can be added to it; one full Hugging Face checkpoint has no manifest, and is the original's files again if the source
@@ -63,7 +63,7 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 
 
 def _is_in_modules(model: Model, where: FilePath) -> bool:
-    """Whether all tensors have the names of transformers' modules already, by all lines of the model's type."""
+    """Whether all tensors already have the names of transformers' modules, by all lines of the model's type."""
     with suppress(PlanError):
         spellings = Spellings(find_architecture(model.config, where), model.config)
         return all(spellings.in_modules(kind.name) == kind.name for kind in model.kinds)
@@ -71,11 +71,11 @@ def _is_in_modules(model: Model, where: FilePath) -> bool:
 
 
 class Output:
-    """What is written of a source in a format: an arrangement of its model, divided into files.
+    """A source in a format, as it is written: an arrangement of its model, divided into files.
 
     ``ranks`` are those that are written. ``folders`` are the folders of ranks that are added to an output; none, if it
-    is written as a whole. ``files`` are the weight files of the model, ``states`` what is written with it from sources
-    of their own: states of training. ``documents`` are the small files besides those of the source and of ranks,
+    is written as a whole. ``files`` are the weight files of the model, ``states`` the training states that are written
+    with it, from sources of their own. ``documents`` are the small files besides those of the source and of ranks,
     without the manifest.
     """
 
@@ -148,7 +148,7 @@ class Output:
 
     @cached_property
     def identity(self) -> Identity:
-        """What all its shards have in common."""
+        """The facts that all its shards share."""
         return self.source.identity(self.plan)
 
     @property
@@ -250,7 +250,7 @@ class Output:
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
     def _not_carried(self) -> tuple[str, ...]:
-        """What the source has besides the model, and this output has not."""
+        """Return the names of things that the source has besides the model and this output lacks."""
         if not self.source.left_behind:
             return ()
         from reshard.formats.files.deepspeed import is_setting  # rarely needed
@@ -267,7 +267,9 @@ class Output:
         )
 
     def _states(self) -> Iterator[Output]:
-        """What is re-sharded with the model: states of training, each kind on its own, on the mesh of the model."""
+        """Yield the training states that are re-sharded with the model: an output for each kind, on the mesh of the
+        model.
+        """
         if self._training is None or self._state is not None:
             return
         from reshard.placement.program_plan import program_plan  # rarely needed
@@ -312,7 +314,7 @@ class Output:
         return laid
 
     def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
-        """What stands for the states of modules that have none: a list of None for each module."""
+        """Yield empty states of modules that expect one: a list of None for each module."""
         from reshard.formats.files.dcp import object_bytes  # rarely needed
 
         indices: dict[str, list[tuple[int, ...]]] = {}
@@ -345,7 +347,7 @@ class Output:
         yield name.format(folder=folder), (json.dumps(document, indent=2) + "\n").encode()
 
     def _documents(self, is_restored: bool) -> Iterator[tuple[str, bytes]]:
-        """What the program needs beside the weights and the source's own files: its config file, an index."""
+        """Yield the files that the program needs beside the weights and the source's own: its config file, an index."""
         files, settings, record = self.format.files, self.format.settings, self.source.record
         if is_restored:
             yield from [(record.index.name, record.index.content)] if record.index is not None else ()

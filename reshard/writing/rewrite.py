@@ -38,7 +38,7 @@ from reshard.writing.summary import Spent, Summary
 
 
 class State(NamedTuple):
-    """How far a split or merge is."""
+    """The progress of a split or merge."""
 
     written: int
     """Bytes written to the weight files by this run and those before."""
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WriteRequest(Access, Options):
-    """What is written, and where.
+    """The output to write, and its place.
 
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``out``: a new folder, or the URL of a place in a bucket.
@@ -82,7 +82,7 @@ class WriteRequest(Access, Options):
 
 
 class Start(NamedTuple):
-    """Where an output goes, when its command began (``time.monotonic``), and the requests made again before."""
+    """The start of a write: the output's place, the time (``time.monotonic``), and the requests made again before."""
 
     folder: Path
     bucket: Bucket | None
@@ -183,7 +183,7 @@ def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> Fi
 
 
 def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest) -> Staging:
-    """Where an output is built: beside its place, or for a bucket a few files at a time.
+    """Return the staging of an output: beside its place or, for a bucket, a few files at a time.
 
     Raises CheckpointError if the place overlaps with what is read. A new source or version is another task.
     """
@@ -205,7 +205,7 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
 def _summary(
     new: Output, share: FileShare, start: Start, request: WriteRequest, ranks: Collection[int] | None
 ) -> Summary:
-    """What is to be done, before it is."""
+    """Return the summary of a write before it begins."""
     source, plan = new.source, new.plan
     tensors = len(plan.model.tensors)
     if share.label != WHOLE:
@@ -248,7 +248,7 @@ def _summary(
 
 
 def _has_all_ranks(out: Path) -> bool:
-    """Whether the manifest in a folder lists all ranks."""
+    """Whether a folder has a manifest that lists all ranks."""
     if not (out / MANIFEST).is_file():
         return False
     manifest = read_manifest(out / MANIFEST)
@@ -268,7 +268,7 @@ class Written:
     read: Sequence[SourceFile]
     """The files of the source that hold what was moved."""
     began: float
-    """When it began (``time.monotonic``)."""
+    """The time at which it began (``time.monotonic``)."""
     moving: float
     """Seconds of moving bytes."""
 

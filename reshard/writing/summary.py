@@ -21,7 +21,7 @@ LONG = 1.0
 
 
 class Spent(NamedTuple):
-    """Where the time went, in seconds."""
+    """The seconds that each step took."""
 
     opening: float
     """Opening the source, with any download of it, and planning."""
@@ -33,11 +33,11 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Summary(Result):
-    """What a split or merge did, or would do with ``dry_run``.
+    """The result of a split or merge, or its plan with ``dry_run``.
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis. ``left_behind`` names what the source has besides the model, ``note`` is
-    what a reader of the output must know, ``load`` the command that loads another program's format.
+    size before and after for each padded axis. ``left_behind`` names the source's contents besides the model, ``note``
+    is a sentence that a reader of the output must know, ``load`` the command that loads another program's format.
     """
 
     command: str
@@ -65,8 +65,8 @@ class Summary(Result):
     note: str | None = None
     load: str | None = None
     error: tuple[str, float] | None = None
-    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
-    relative to that of its numbers.
+    """The quantized weight with the largest error, and this error: the root mean square of the change, relative to that
+    of the weight's numbers.
     """
     spent: Spent | None = None
     """None if nothing was to be written."""
@@ -77,7 +77,7 @@ class Summary(Result):
 
     @property
     def headline(self) -> str:
-        """What was done, to how many tensors and files, and how large they are."""
+        """One line: the action, the number of tensors and files, and their size."""
         verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[self.command]
         ranks, which = self.mesh.size, plural(self.mesh.size, "rank")
         if len(self.ranks) < ranks:
@@ -104,7 +104,7 @@ class Summary(Result):
 
 
 def _paragraph(summary: Summary) -> str:
-    """What, how many tensors and files, bytes, seconds, padding, where."""
+    """Return a paragraph: the action, numbers of tensors and files, bytes, seconds, padding and place."""
     if summary.part is not None and not summary.files:
         return "None of the files is for this process."
     if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:

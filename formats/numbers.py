@@ -36,7 +36,8 @@ def round_to(values: NDArray[np.float32], target: str, nan_of_bf16: int, out: ND
         rounded &= np.uint32(1)
         rounded += bits
         rounded += np.uint32(0x7FFF)
-        out[:] = rounded.view("<u2")[1::2]  # the upper halves
+        rounded >>= np.uint32(16)
+        out[:] = rounded
     if -limit < values.min() and values.max() < limit:  # also false for a NaN
         return False
     if (nan := np.isnan(values)).any():
@@ -75,3 +76,31 @@ def _table(dtype: str, target: str) -> tuple[NDArray[Any], NDArray[np.bool_], in
         round_to(as_float32(every, dtype), target, 0x7FC0 if dtype == "F16" else 0xFFFF, table)
         is_lost = np.isfinite(as_float32(every, dtype)) & ~np.isfinite(as_float32(table, target))
     return table, is_lost, int(np.argmax(is_lost)) or 0x8000
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def sums(codes: NDArray[Any], dtype: str, left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[Any]:
+    """A matrix plus ``left right``: in float64 the products are added in the order of the rank, the matrix to these,
+    and the sum is rounded to float32, and to the matrix's dtype.
+
+    A library multiplies, in an order of its own. Where the bound of all orders' errors leaves two results, it is done
+    in order: no bit depends on the library, or on the range.
+    """
+    weight, rank = as_float32(codes, dtype), len(right)
+    total: NDArray[np.float64] = np.matmul(left, right)
+    total += weight.astype(np.float64)
+    largest = rank * np.abs(left).max(initial=0) * np.abs(right).max(initial=0)
+    error = 2.0**-52 * (rank + 4) * (largest + max(weight.max(), -weight.min())) if largest else 0.0
+    total -= error
+    low = total.astype(np.float32)
+    total += 2 * error
+    rounded = total.astype(np.float32)
+    if (unsure := np.flatnonzero(low != rounded)).size:  # a NaN, too
+        rows, columns = np.divmod(unsure, rounded.shape[1])
+        in_order = np.add.accumulate(left[rows] * right[:, columns].T, axis=1)[:, -1] + 0.0  # no negative zero
+        rounded[rows, columns] = in_order + weight[rows, columns]
+    if dtype == "F32":
+        return rounded
+    result: NDArray[Any] = np.empty(codes.shape, codes.dtype)
+    round_to(rounded.reshape(-1), dtype, 0x7FC0, result.reshape(-1))
+    return result

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ from pathlib import Path
 import click
 import pytest
 
+import reshard
 from reshard.cli.coverage import FILE as COVERAGE
 from reshard.cli.coverage import coverage
 from reshard.formats.notation.architecture import Architecture
@@ -256,6 +258,25 @@ def test_examples_show_what_is_printed(tmp_path: Path) -> None:
 def test_the_api_is_in_the_page() -> None:
     assert block(PYTHON.read_text(), "api") == api_text(), "run make docs"
     assert block(PYTHON.read_text(), "live") == live_text(), "run make docs"
+
+
+def test_each_argument_of_a_function_is_in_the_page() -> None:
+    """At the function, or at what its text links to, and once."""
+    text = block(PYTHON.read_text(), "api")
+    sections = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    anchors = {name.lower().replace(".", ""): name for name in sections}
+
+    def listed(name: str) -> list[str]:
+        links = [anchors[link] for link in re.findall(r"\(#(\w+)\)", sections[name].split("Returns [")[0])]
+        own = re.findall(r"^- `(\w+): [^`]+`(?:: |$)", sections[name], re.MULTILINE)
+        return own + [each for link in links for each in listed(link)]
+
+    functions = [name for name in reshard.__all__ if inspect.isfunction(getattr(reshard, name))]
+    assert functions
+    for name in functions:
+        found = listed(f"reshard.{name}")
+        assert {*found} == {*inspect.signature(getattr(reshard, name)).parameters}, name
+        assert len(found) == len({*found}) or name == "average", name  # whose weights are others
 
 
 DEMO = {

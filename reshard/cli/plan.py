@@ -19,6 +19,7 @@ from reshard.cli.options import (
     Group,
     NewFile,
     Option,
+    Value,
     changed,
     check_degrees,
     given_options,
@@ -37,7 +38,7 @@ from reshard.cli.printing import (
 )
 from reshard.formats.errors import PlanError, ReshardError, require_transformers
 from reshard.system import disk_errors
-from reshard.text import align, human_bytes, plural, shape_text
+from reshard.text import align, flops_of, human_bytes, plural, shape_text, speed_of
 
 if TYPE_CHECKING:
     from reshard.commands.plan import PlanRequest, PossibleDegrees
@@ -66,6 +67,10 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
         changed("format", help="Show what 'split --as FORMAT' would write."),
         changed("names", help="Of --as dcp: source, published or modules."),
+        Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
+               help="How fast a rank sends; default: 450GB/s."),
+        Option("--flops", group=Group.HOW, type=Value("speed", flops_of), metavar="SPEED",
+               help="How fast it computes; default: 990TFLOP/s."),
         "dequantize", "dtype", *PADDING, *ACCESS,
         changed("report", help="Draw what each rank holds, as an HTML page."),
         Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
@@ -132,14 +137,14 @@ def plan_command(
         if report is not None:
             from reshard.pages.plan_page import plan_page
 
-            rows = possible_degrees(make_plan(model, UNSPLIT), request).rows()
-            write_report(report, plan_page(plans[0], source, rows, command_line()))
+            possible = possible_degrees(make_plan(model, UNSPLIT), request)
+            write_report(report, plan_page(plans[0], source, possible, command_line()))
             print_note(f"Drew the plan: {report}")
         for number, plan in enumerate(plans):
             if number:
                 print_lines("")
             if format.plain:
-                _print_plan(plan, opened, source, as_json)
+                _print_plan(plan, opened, request, as_json)
             else:
                 _print_program(plan, format, source, as_json)
     elif save_file is None or as_json:
@@ -210,20 +215,21 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- one mesh
 
 
-def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
+def _print_plan(plan: Plan, opened: Source | None, request: PlanRequest, as_json: bool) -> None:
     """Print the part of each rank."""
     from reshard.commands.plan import plan_text, title
     from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
+    from reshard.mesh.traffic import traffic_of
     from reshard.move.moves import download_of
     from reshard.placement.arrangement import arrangement_of
 
-    ends = (0, plan.mesh.size - 1)
+    source, ends, rates = str(request.source), (0, plan.mesh.size - 1), request.rates
     download = (
         max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened and opened.is_remote else 0
     )
     if not as_json:
-        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", terminal_width(), download or None))
+        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", rates, terminal_width(), download or None))
         return
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
@@ -236,7 +242,10 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
     keys = {"bytes_least": "bytes_per_rank_least", "replicated": "bytes_replicated_per_rank"}
     document |= fields_of(totals, **keys, forward="", backward="") | {"download_per_rank": download or None}
     passes = {name: fields_of(getattr(totals, name), nbytes="bytes") for name in ("forward", "backward")}
-    print_json(document | {"all_reduce_per_token": passes})
+    document |= {"all_reduce_per_token": passes, "rates": vars(rates), "per_token": None}
+    if (traffic := traffic_of(plan)) is not None:
+        document["per_token"] = fields_of(traffic) | {"time_in_collectives": traffic.share(rates)}
+    print_json(document)
 
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:

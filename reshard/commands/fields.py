@@ -19,7 +19,7 @@ from reshard.formats.errors import refused
 from reshard.formats.store import opened
 from reshard.source.opening import Place
 from reshard.system import Share, share_of_launcher, system_errors
-from reshard.text import size_of, speed_of
+from reshard.text import flops_of, size_of, speed_of
 
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
@@ -28,7 +28,7 @@ _NUMBERS: dict[Any, tuple[str, type, str]] = {
     int: (r"-?\d{1,18}", Integral, "a whole number"),
     float: (r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", Real, "a number"),
 }
-_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of}
+_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of, "flops": flops_of}
 """The fields in bytes, or in bytes per second: ``5GB`` is one, too."""
 
 

@@ -280,7 +280,7 @@ def test_each_argument_of_a_function_is_in_the_page() -> None:
 
 
 DEMO = {
-    "split": ["split model out --tp 4", "split model other --tp 4 --dry-run", "split out engine --tp 2 --as vllm"],
+    "split": ["split model out --tp 4", "split model other --tp 4 --moves", "split out engine --tp 2 --as vllm"],
     "merge": ["merge out merged"],
     "average": ["average model out mean"],
     "plan": [

@@ -296,6 +296,7 @@ _ALL = (
     Option("--workers", group=_HOW, type=click.IntRange(min=1), metavar="N",
            help="Threads; default: one a core, 2 to 8."),
     Option("--dry-run", group=_HOW, is_flag=True, help="Check everything and write nothing."),
+    Option("--moves", group=_RARE, is_flag=True, help="Print what would go from where to where; write nothing."),
     Option("--overwrite", group=_OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),
     Option("--fsync", group=_RARE, is_flag=True, help="Flush OUT to the disk, against power failure."),
     Option("--no-checksum", "checksum", group=_RARE, is_flag=True, callback=negated,
@@ -315,7 +316,7 @@ MESH = ("tp", "ep", "pp", "pp_layers", "same_ranks", "uneven")
 PADDING = ("pad_vocab_to", "pad_vocab")
 HUB = ("revision", "token", "cache_dir")
 ACCESS = ("plan_file", "config", "weights", *HUB)
-WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "overwrite", "fsync", "checksum", "progress")
+WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "moves", "overwrite", "fsync", "checksum", "progress")
 
 
 def changed(field: str, **settings: Any) -> Option:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from io import FileIO
-from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from reshard.formats.files.checksum import PIECE, PartialSum
+from reshard.formats.files.checksum import PIECE
 from reshard.formats.files.layout import Crc, Layout, Tensor
 from reshard.move.slabs import Route
+from reshard.placement.stored import Location
 from reshard.source.source import SourcePlace
 
 Progress = Callable[[int, int], None]
@@ -74,61 +72,88 @@ def value_of(crc: Crc, runs: Iterable[Run]) -> int | None:
     return value if end == crc.end else None
 
 
-@dataclass(eq=False)
-class TargetFile:
-    """A weight file to be written: the layout of tensors of one rank; then how far that is.
-
-    ``name`` is relative to the output. The file must have the checksum ``expected``, if that is known.
-    """
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """A weight file that is to be written: its name in the output, and where it has which tensors of one rank."""
 
     name: str
     rank: int
     layout: Layout
     expected: str | None = None
+    """The checksum that it must have, if that is known."""
     tensors: Sequence[Tensor] = ()
-    path: Path = Path()
-    """Its path when it is complete."""
-    done: bool = False
-    """Whether an earlier run has finished the file, or another process writes it."""
-    has_steps: bool = False
-    """Whether a journal notes complete steps of the file."""
-    runs: list[Run] = field(default_factory=list)
-    """The CRC-32s of pieces that were written."""
-    opened: FileIO | None = None
-    """The open file; it is closed when the last thread that writes to it lets go of it."""
-
-    @cached_property
-    def sum(self) -> PartialSum:
-        """The sum of what was written."""
-        return PartialSum(self.layout.size)
-
-    @property
-    def staged(self) -> Path:
-        """The path of the file until it is complete."""
-        return self.path.with_name(self.path.name + ".incomplete")
 
 
 class TargetPlace(NamedTuple):
     """A tensor's file and the offset of its first byte in it."""
 
-    file: TargetFile
+    file: FilePlan
     offset: int
 
 
+P = TypeVar("P", SourcePlace, TargetPlace)
+P_co = TypeVar("P_co", covariant=True)
+
+
+class Side(Protocol[P_co]):
+    """The tensors of the source, or of the target, in files."""
+
+    def place_of(self, name: str, rank: int) -> P_co:
+        """The place of a stored tensor in the files of a rank that has it."""
+
+
+class TargetTensors(NamedTuple):
+    """The places of an output's tensors in its files, by rank and name."""
+
+    ranks: Mapping[int, Mapping[str, TargetPlace]]
+
+    def place_of(self, name: str, rank: int) -> TargetPlace:
+        """The place of a stored tensor in the files of a rank."""
+        return self.ranks[rank][name]
+
+
+@dataclass(slots=True, frozen=True, eq=False)  # there are two for each tensor
+class Places(Generic[P]):
+    """The places of an atom on the ranks of one side, the source or the target."""
+
+    side: Side[P]
+    location: Location
+
+    def on(self, rank: int) -> P:
+        """The place of its first byte on a rank that has it."""
+        stored = self.location.stored
+        place = self.side.place_of(stored.name_on(rank), rank)
+        if not stored.geometry.is_stack:
+            return place
+        return place._replace(offset=place.offset + self.location.first(rank))
+
+
 class Job(NamedTuple):
-    """A tensor to move. ``source`` and ``target`` give its place in the files of a rank there that has it."""
+    """An atom to move: from which places to which, and by which steps."""
 
     name: str
-    transfer: Route
-    source: Callable[[int], SourcePlace]
-    target: Callable[[int], TargetPlace]
+    """The name of its Hugging Face tensor."""
+    route: Route
+    sources: tuple[Places[SourcePlace], ...]
+    """Its places in the source, then those of its copies under other names (tied)."""
+    targets: Places[TargetPlace]
     nbytes: int
     """Bytes of the full tensor."""
+    ranks: frozenset[int]
+    """The ranks of the target to which it goes."""
+    holders: int
+    """The ranks of the source. The steps number those of a copy behind them, those of the next copy behind these."""
     again: bool = False
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
-    copies: Sequence[str] = ()
-    """The names under which the source has it once more (tied). Behind the source's ``holders`` come theirs."""
-    holders: int = 0
+
+    def source(self, number: int) -> SourcePlace:
+        """Return its place on a rank of the source; higher numbers are ranks with a copy."""
+        copy, rank = divmod(number, self.holders)
+        return self.sources[copy].on(rank)
+
+    def target(self, rank: int) -> TargetPlace:
+        """Return its place on a rank of the target."""
+        return self.targets.on(rank)
 
     def is_small(self, small: int) -> bool:
         """Whether it is small enough, at most ``small`` bytes, to be moved together with others."""

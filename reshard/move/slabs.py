@@ -9,7 +9,8 @@ N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -167,10 +168,12 @@ class Slab:
         return sum(region.nbytes for region in (*self.reads, *self.writes))
 
 
-Route = Callable[[int], Iterator[Slab]]
-"""A function that yields the steps from one layout of a tensor to another, each with a buffer of about so many
-bytes.
-"""
+class Route(ABC):
+    """The way of a tensor from one layout to another."""
+
+    @abstractmethod
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
 
 
 class _Part(NamedTuple):
@@ -182,7 +185,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Transfer:
+class Transfer(Route):
     """The way of an atom from one spread to another, for some target ranks."""
 
     def __init__(

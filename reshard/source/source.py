@@ -109,6 +109,18 @@ class SourcePlace(NamedTuple):
     offset: int
 
 
+class SourceTensors(NamedTuple):
+    """The tensors in a source's files, by rank and name."""
+
+    files: Mapping[FilePath, SourceFile]
+    ranks: Sequence[Mapping[str, TensorInfo]]
+
+    def place_of(self, name: str, rank: int) -> SourcePlace:
+        """The place of a stored tensor in the files of a rank."""
+        info = self.ranks[rank][name]
+        return SourcePlace(self.files[info.file], info.offset)
+
+
 class Cast(NamedTuple):
     """A dtype, as ``--dtype`` calls it, the source without a cast, and what makes the record of what a merge writes."""
 
@@ -335,11 +347,6 @@ class Source:
         """The identity that all shards of a plan for this source share."""
         sizes = self.model.sizes.of({})
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
-
-    def place_of(self, name: str, rank: int) -> SourcePlace:
-        """The place of a tensor in the files of a rank that holds it."""
-        info = self.ranks[rank][name]
-        return SourcePlace(self.files[info.file], info.offset)
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""

@@ -41,7 +41,7 @@ from reshard.formats.store import FilePath, local_path, opened, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Change
 from reshard.move.engine import fill
-from reshard.move.jobs import Job, TargetFile, TargetPlace
+from reshard.move.jobs import FilePlan, Job, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
@@ -199,7 +199,7 @@ def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -
 
         buffer, count = np.empty(end - begin, np.uint8), 0
         for number, job in enumerate(jobs):
-            base, steps = job.target(0).offset, _steps_of(job.transfer)
+            base, steps = job.target(0).offset, _steps_of(job.route)
             for low, high, slab in steps[bisect_right(steps, begin - base, key=lambda step: step[1]) :]:
                 if low + base >= end:
                     break
@@ -220,10 +220,10 @@ _BLOCKS = ArrayCache(8 << 20)
 
 
 @lru_cache(maxsize=64)
-def _steps_of(way: Route) -> Sequence[tuple[int, int, Slab]]:
+def _steps_of(route: Route) -> Sequence[tuple[int, int, Slab]]:
     """The steps of a way in the order of the tensor, and between which bytes each writes, from a part's first on."""
     steps = []
-    for slab in way(_STEP):
+    for slab in route.slabs(_STEP):
         at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
         if at:
             steps.append((min(at), max(at) + 1, slab))
@@ -303,7 +303,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         tensors = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
         others = {name: others[name] for name in source.twice.values()}
-    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, Layout(0)), 0)
+    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(FilePlan("", 0, Layout(0)), 0)
     if others:
         target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):

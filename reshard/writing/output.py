@@ -43,7 +43,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import Model, in_order
-from reshard.move.jobs import TargetFile
+from reshard.move.jobs import FilePlan
 from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
@@ -130,7 +130,7 @@ class Output:
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
         self._objects: dict[str, Blob] = {}
-        self._files: dict[int, list[TargetFile]] = {rank: [] for rank in self.ranks}
+        self._files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -140,7 +140,7 @@ class Output:
         self.states: list[Output] = [*self._states()]
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
-        self.files: list[TargetFile] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.files: list[FilePlan] = [file for files in (*self._files.values(), self._intact) for file in files]
         self.all_files = [file for output in (self, *self.states) for file in output.files]
         """The weight files, also of states."""
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
@@ -178,14 +178,14 @@ class Output:
 
     # ---------------------------------------------------------------------------------------------------- weight files
 
-    def _restored(self) -> list[TargetFile]:
+    def _restored(self) -> list[FilePlan]:
         """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
         files = self.source.record.files
         infos = {name: info for file in files for name, info in file.tensors.items()}
         check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
-        return [TargetFile(file.name, 0, file.layout, file.checksum) for file in files]
+        return [FilePlan(file.name, 0, file.layout, file.checksum) for file in files]
 
-    def _files_of(self, rank: int) -> Iterator[TargetFile]:
+    def _files_of(self, rank: int) -> Iterator[FilePlan]:
         """The files of a rank, or those with a number of chunks."""
         stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
@@ -208,7 +208,7 @@ class Output:
                 if constants:
                     fixed = ((offset, constants[tensor]) for tensor, offset in layout.places if tensor in constants)
                     layout = dataclasses.replace(layout, fixed=(*layout.fixed, *fixed))
-                yield TargetFile(name, rank, layout, tensors=part)
+                yield FilePlan(name, rank, layout, tensors=part)
 
     def _layout(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
         """The layout of a file of these tensors, in the container that its name tells."""
@@ -236,7 +236,7 @@ class Output:
         """The positions of tensors among all tensors of the model."""
         return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
 
-    def _intact_file(self) -> Iterator[TargetFile]:
+    def _intact_file(self) -> Iterator[FilePlan]:
         """The file with the tensors that the program does not store as they are, if there are any."""
         changed = {kind for kind, portions in self.arrangement.parts.items() if any(part.function for part in portions)}
         tensors = [
@@ -245,7 +245,7 @@ class Output:
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            yield TargetFile(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
+            yield FilePlan(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
@@ -336,7 +336,7 @@ class Output:
             documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
         return documents | dict(self._index(self._files[rank], folder))
 
-    def _index(self, files: Sequence[TargetFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
+    def _index(self, files: Sequence[FilePlan], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
         name = self.format.files.index
         if name is None or len(files) < 2:

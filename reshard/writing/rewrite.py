@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
-from reshard.move.engine import move
-from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
+from reshard.move.engine import Writing, move
+from reshard.move.jobs import FilePlan, Job, Options, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.program_plan import with_dtype
@@ -133,16 +133,19 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     try:
         if request.dry_run:
             building.check()
-            return summary
+            planned = [file for file in new.all_files if file.name in share.files]
+            return replace(summary, planned=planned, moves=jobs_into(new, planned))
         if ranks is not None and not ranks:
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
+            writing = dict[FilePlan, Writing]()
             try:
-                written = write_files(new, staging, request, request.progress)
+                jobs = jobs_into(new, new.all_files)
+                written = write_files(new, jobs, staging, writing, request, request.progress)
                 committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(new.all_files, staging)) from None
+                raise KeyboardInterrupt(_kept(new.all_files, writing, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
@@ -153,16 +156,15 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     )  # fmt: skip
 
 
-def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
+def _kept(files: Iterable[FilePlan], writing: Mapping[FilePlan, Writing], staging: Staging) -> str:
     """Return a clause on the bytes that an interrupted run leaves to the next."""
-    mine = [target for target in targets if target.name in staging.share.files]
-    is_there = {target.name for target in mine if target.name in staging.finished}
-    count = sum(
-        t.layout.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists()
-    )
+    mine = [file for file in files if file.name in staging.share.files]
+    count = sum(file.layout.size for file in mine if file.name in staging.finished)
+    left = (opened for file, opened in writing.items() if file.name not in staging.finished)
+    count += sum(opened.sum.seen for opened in left if opened.staged.exists())
     if not count:
         return "nothing is kept"
-    total = human_bytes(sum(target.layout.size for target in mine))
+    total = human_bytes(sum(file.layout.size for file in mine))
     return f"{human_bytes(count)} of {total} are kept: the same command goes on from there"
 
 
@@ -271,19 +273,31 @@ class Written:
     """Seconds of moving bytes."""
 
 
-def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
-    """Write the weight files of an output into the staging folder.
+def jobs_into(new: Output, files: Collection[FilePlan]) -> list[Job]:
+    """Return the jobs that fill some of the files of an output. Raises PlanError if a tensor cannot go into its
+    file.
+    """
+    jobs, wanted = list[Job](), {*files}
+    for part in (new, *new.states):
+        places: dict[int, dict[str, TargetPlace]] = {}
+        for file in part.files:
+            if file in wanted:
+                tensors = ((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
+                places.setdefault(file.rank, {}).update(tensors)
+        jobs += jobs_of(part.source, part.arrangement, places)
+    return jobs
+
+
+def write_files(
+    new: Output, jobs: Sequence[Job], staging: Staging, writing: dict[FilePlan, Writing], options: Options,
+    progress: Progress,
+) -> Written:  # fmt: skip
+    """Write the weight files of an output into the staging folder. ``writing`` then has those of the last batch.
 
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files, jobs = new.source, new.all_files, list[Job]()
-    for part in (new, *new.states):
-        places: dict[int, dict[str, TargetPlace]] = {}
-        for file in part.files:
-            file.path, of_rank = staging.path(file.name), places.setdefault(file.rank, {})
-            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
-        jobs += jobs_of(part.source, part.arrangement, places)
+    source, files = new.source, new.all_files
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
     sizes = {file.name: file.layout.size for file in files if file.name in staging.share.files}
     total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
@@ -294,18 +308,19 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         nbytes += written
         progress(State(nbytes, total, tried_again() - before))
 
-    of_ranks = dict[int, list[TargetFile]]()
+    of_ranks = dict[int, list[FilePlan]]()
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
     side_by_side = [(each.name, each.layout.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
-        for file in files:
-            file.done = file.name not in batch or file.name in staging.finished
+        left = (file for file in files if file.name in batch and file.name not in staging.finished)
+        writing.clear()
+        writing.update((file, Writing(file, staging.path(file.name))) for file in left)
         start = time.monotonic()
         todo -= move(
-            jobs, sums, files, options, finished=staging.note_finished, moved=staging.note_moved,
+            jobs, sums, files, writing, options, finished=staging.note_finished, moved=staging.note_moved,
             earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
         )  # fmt: skip
         moving += time.monotonic() - start
@@ -354,7 +369,7 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
     return True
 
 
-def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[TargetFile]) -> None:
+def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[FilePlan]) -> None:
     """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
 
     Raises MismatchError if both have read the same bytes and the sums differ.

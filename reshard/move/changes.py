@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import MismatchError, PlanError
 from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES
-from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.numbers import CODES, as_float32, convert
 
 Block = NDArray[np.uint8]
 """An array of bytes whose last dimension has the bytes of one element."""
@@ -104,14 +104,7 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
     rounded = np.empty(codes.size, CODES[target])
     for begin in range(0, codes.size, _CAST_AT_A_TIME):
         here = slice(begin, begin + _CAST_AT_A_TIME)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = as_float32(codes[here], dtype)
-            is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
-            if target == "F32":
-                rounded[here] = values
-            else:
-                is_lost |= round_to(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, rounded[here])
-        if is_lost:
+        if convert(codes[here], dtype, target, rounded[here]):
             why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
             raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)
     return rounded.view(np.uint8).reshape(*block.shape[:-1], rounded.itemsize)

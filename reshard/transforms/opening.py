@@ -155,7 +155,7 @@ def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Pat
 
     opened = _transformed(with_adapter(base, open_alone(folder, run, base.model)), base, plan_file)
     which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.lora.alpha:g}"
-    note = f"the LoRA adapter in it ({which}) was added to the weights, in float32, rounded once"
+    note = f"the LoRA adapter in it ({which}) was added to the weights, in float64, and rounded"
     read = {name_in(file, base.path) for file in base.training.saved.files} if base.training is not None else set()
     strays = (each for each in base.strays if each not in read and each.rpartition("/")[2] not in SETTINGS_FILES)
     return replace(opened, note=_joined(base.note, note), strays=tuple(strays), was_adapted=True)

@@ -35,6 +35,7 @@ from reshard.formats.files.safetensors import (
 )
 from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.formats.numbers import sums
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_path, opened, read_into
@@ -51,7 +52,7 @@ from reshard.store.remote import Remote
 from reshard.store.threads import ArrayCache
 from reshard.writing.output import Output
 
-_VERSION = 3
+_VERSION = 4
 """The version of all arithmetic: files that were computed with another version count as changed."""
 _KEPT = 8 << 20
 """Bytes that are allocated and freed at the start: after that, the C library of Linux keeps twice as many for the next
@@ -123,7 +124,7 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
 @dataclass(frozen=True)
 class Arithmetic:
     """The functions that compute weights: ``scales`` and ``numbers`` dequantize, ``block_scales`` and ``codes``
-    quantize.
+    quantize, ``sums`` adds an adapter.
 
     verify has its own.
     """
@@ -132,6 +133,7 @@ class Arithmetic:
     numbers: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]] = dequantize
     block_scales: Callable[[memoryview, str, int], NDArray[np.float32]] = scales_of
     codes: Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]] = codes_of
+    sums: Callable[[NDArray[Any], str, NDArray[np.float64], NDArray[np.float64]], NDArray[Any]] = sums
 
     def read(self, file: Remote, begin: int, end: int) -> memoryview:
         """Bytes of a file, which may be computed. Raises CheckpointError, MismatchError."""

@@ -221,7 +221,7 @@ def _summary(
     if request.dequantize:
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:
-        notes.append("the adapter was added to the weights, in float32, rounded once")
+        notes.append("the adapter was added to the weights, in float64, and rounded")
     notes += [source.note] if source.note else []
     config, given = source.model.config, source.given_dtype
     _, stated = with_dtype(config, source.model.architecture.section(config), given)  # in the end, after a cast

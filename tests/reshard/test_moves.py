@@ -1,4 +1,4 @@
-"""``--moves`` and the planned files of a dry run say all that is needed to write an output: done here by hand."""
+"""``--moves`` and the planned files of a dry run say all that an output needs: here it is written by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTES = [("llama", None), ("qwen3_moe", "vllm"), ("llama", "vllm"), ("gpt2", No
 
 
 def written_by_hand(documents: dict[str, Any], source: Path) -> dict[str, bytearray]:
-    """The contents of planned files, without headers: each move carried out as it is told, an element at a time."""
+    """The contents of the planned files, without headers: each move carried out as told, an element at a time."""
     files = {plan["file"]: bytearray(plan["bytes"]) for plan in documents["file_plans"]}
     read = defaultdict[str, bytes](bytes)
     for move in documents["moves"]:

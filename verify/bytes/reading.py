@@ -120,7 +120,7 @@ class Files:
         if begin >= file.size:
             raise CheckpointError(f"{file.path} has no byte {begin}")
         assert file.remote is not None
-        proof = Arithmetic(_scales, _bits, _block_scales, _codes)
+        proof = Arithmetic(_scales, _bits, _block_scales, _codes, _sums)
         return np.frombuffer(proof.read(file.remote, begin, min(begin + BLOCK, file.size)), np.uint8)
 
     def _add(self, path: FilePath, begin: int, content: Array) -> None:
@@ -130,7 +130,7 @@ class Files:
                 self._sums[path].add(begin, content.size, part)
 
 
-# ------------------------------------------------------------------------------- dequantized and quantized originals
+# ------------------------------------------------------------------------------------------------ computed originals
 
 
 Numbers = NDArray[np.float64]
@@ -200,6 +200,17 @@ def _codes(
     to_below, to_above = sizes - _VALUES[below], _VALUES[above] - sizes
     codes = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
     return (codes + 128 * np.signbit(quotients)).astype(np.uint8).reshape(-1), Error(0, 0)
+
+
+def _sums(codes: Array, dtype: str, left: Numbers, right: Numbers) -> Array:
+    """A matrix plus the product of two, one rank after the other."""
+    total = np.zeros(codes.shape)
+    with np.errstate(all="ignore"):
+        for column, row in zip(left.T, right, strict=True):
+            total += np.outer(column, row)
+        total += widened(codes.view(f"<u{codes.itemsize}"), dtype, "F32").view("<f4")
+        single = total.astype("<f4")
+    return nearest(single) if dtype == "BF16" else cast(single.view("<u4"), "F32", dtype).view(codes.dtype)
 
 
 def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:

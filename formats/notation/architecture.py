@@ -281,7 +281,7 @@ class Architecture:
         module, prefix = template.rpartition(".")[0], self.prefixes[0] if self.prefixes else ""
         inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
         at = general.find(f"{inner}.")
-        return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
+        return (prefix if module.startswith(prefix) else "") + general[at:] if at >= 0 else general
 
     @cached_property
     def _literal_numbers(self) -> frozenset[str]:

@@ -315,6 +315,12 @@ def _of_each(key: str, reader: Reader[T]) -> Reader[Mapping[str, T]]:
     }
 
 
+def lines_of_types(groups: object) -> tuple[Line, ...]:
+    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
+    lines_of = of_types("tensors", LINES)(groups, "lines")
+    return tuple(replace(line, types=types) for types, lines in lines_of for line in lines)
+
+
 def _whole_names(value: object, where: str) -> frozenset[str]:
     ends_of = mapping(items(text))(value, where)
     return frozenset(f"{head}.{end}" if head else end for head, ends in ends_of.items() for end in ends)
@@ -487,7 +493,9 @@ class Types:
     does not have; with ``of_tokens`` it has only those with a head for tokens. ``compared`` has, if known, the types
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
-    any degree), and ``seen`` the names of all tensors that were compared. ``made_with`` has the programs' versions.
+    any degree), and ``seen`` the names of all tensors that were compared. ``published`` are lines for the names in
+    published checkpoints, where they are not those of the architecture's lines. ``made_with`` has the programs'
+    versions.
     """
 
     only: tuple[str, ...] = field(default=(), metadata={"key": None})
@@ -501,6 +509,7 @@ class Types:
     seen: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
+    published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
     made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:

@@ -50,17 +50,17 @@ from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
-    LINES,
     MODULES,
+    PUBLISHED,
     RULES,
     SOURCE_NAMES,
     Constant,
     Dropped,
     Format,
-    Line,
     Pattern,
     Rules,
     Types,
+    lines_of_types,
     of_types,
 )
 
@@ -226,16 +226,10 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
     dropped = table.get("dropped", of_types("names", items(READERS[Pattern])), ())
     return structure(Types, table), Rules(
-        lines=tuple(lines_of_types(table.get("lines", anything, []))),
+        lines=lines_of_types(table.get("lines", anything, [])),
         constants=table.get("constants", items(reader_of(Constant)), ()),
         dropped=tuple(Dropped(pattern, types=types) for types, patterns in dropped for pattern in patterns),
     )
-
-
-def lines_of_types(groups: object) -> list[Line]:
-    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
-    lines_of = of_types("tensors", LINES)(groups, "lines")
-    return [replace(line, types=types) for types, lines in lines_of for line in lines]
 
 
 def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
@@ -277,6 +271,14 @@ def in_modules(plain: Format) -> Format:
         spelled if plain.container.chunks else spelled.of_states,
         name=plain.name, files=plain.files, container=plain.container, loading=plain.loading, spelling=MODULES,
     )  # fmt: skip
+
+
+@cache
+def in_published() -> Format:
+    """One full checkpoint with the names of published ones, of whatever prefix the model's tensors have their names."""
+    known = format_of("transformers").types
+    types, rules = Types(classes=known.classes), Rules(known.published, keep=True)
+    return replace(HUGGING_FACE, rules=rules, types=types, spelling=PUBLISHED, plain=False)
 
 
 def with_names(format: Format, names: str, of_source: str | None) -> Format:

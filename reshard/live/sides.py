@@ -145,7 +145,7 @@ def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = Non
     """
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
-    full = inferred_tensors(live.format, architecture, config, [stored])
+    full = inferred_tensors(NameInverse(live.format, architecture, config), [stored])
     model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, [stored], full))
     check_complete(model, _WHERE)
     return model

@@ -207,7 +207,7 @@ class Arrangement:
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(tensor.kind, target), None)
-                if name not in names:
+                if name not in names and (self.chunks is None or name in self.chunks):  # a run may have it once
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 

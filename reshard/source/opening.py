@@ -21,7 +21,7 @@ from reshard.formats.files.checkpoint import (
     open_checkpoint,
     read_model_config,
 )  # fmt: skip
-from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.safetensors import TensorInfo, look_alike
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
@@ -257,7 +257,7 @@ def _bound(
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
     full = _full_tensors(tensors)
-    twice = tied_twice(architecture, config, full)
+    twice = tied_twice(architecture, config, full, lambda name, first: look_alike(tensors[name], tensors[first]))
     full = [tensor for tensor in full if tensor.name not in twice]
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 

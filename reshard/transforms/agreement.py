@@ -73,7 +73,7 @@ def _difference(source: Source, other: WeightSet, config: FilePath | None) -> st
     except ReshardError:
         return None
     full = [FullTensor(name, tensor.dtype, tensor.shape, other.name) for name, tensor in there.items()]
-    tied = {*tied_twice(rules, source.model.config, full), *source.aliases}
+    tied = {*tied_twice(rules, source.model.config, full, lambda *_: False), *source.aliases}
     names = sorted({*own, *(name for name in there if rules.match(name) is not None)} - tied)
     sampled = {*names[:: max(1, len(names) // _TENSORS)]} if source.is_remote else {*names}
     for name in names:

@@ -296,7 +296,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "no weights" in refused("split", tmp_path / "empty", tmp_path / "out", "--tp", "2")
     assert "no weights" in refused("inspect", tmp_path / "empty")
     for name in ("", ".", "/", ".."):
-        assert "is no name for a new folder" in refused("diff", model, tp4, "--out", name, cwd=tmp_path / "empty")
+        assert "is not a name for a new folder" in refused("diff", model, tp4, "--out", name, cwd=tmp_path / "empty")
     assert "nothing to merge" in refused("merge", model, tmp_path / "out")
     assert "one rank" in refused("split", tp4 / "rank-00-of-04", tmp_path / "out", "--tp", "2")
     assert "same folder" in refused("split", model, model, "--tp", "2")

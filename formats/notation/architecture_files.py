@@ -232,7 +232,7 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
     path = built_in_file(config)
     if path is None and "_diffusers_version" in config:
         raise PlanError(
-            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is no language model",
+            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is not a language model",
             "give the folder of a model that transformers loads, such as the pipeline's text_encoder",
         )
     if path is None and not isinstance(model_type, str):

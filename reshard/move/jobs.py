@@ -114,7 +114,7 @@ class TargetTensors(NamedTuple):
 
 @dataclass(slots=True, frozen=True, eq=False)  # there are two for each tensor
 class Places(Generic[P]):
-    """Where an atom lies on each rank of one side, the source or the target."""
+    """The places of an atom on the ranks of one side, the source or the target."""
 
     side: Side[P]
     location: Location
@@ -135,7 +135,7 @@ class Job(NamedTuple):
     """The name of its Hugging Face tensor."""
     route: Route
     sources: tuple[Places[SourcePlace], ...]
-    """Where the source has it, and has it once more under other names (tied)."""
+    """Its places in the source, then those of its copies under other names (tied)."""
     targets: Places[TargetPlace]
     nbytes: int
     """Bytes of the full tensor."""
@@ -147,12 +147,12 @@ class Job(NamedTuple):
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
 
     def source(self, number: int) -> SourcePlace:
-        """Where a rank of the source has it, or its copy."""
+        """Return its place on a rank of the source; higher numbers are ranks with a copy."""
         copy, rank = divmod(number, self.holders)
         return self.sources[copy].on(rank)
 
     def target(self, rank: int) -> TargetPlace:
-        """Where a rank of the target is to have it."""
+        """Return its place on a rank of the target."""
         return self.targets.on(rank)
 
     def is_small(self, small: int) -> bool:

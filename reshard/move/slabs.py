@@ -169,7 +169,7 @@ class Slab:
 
 
 class Route(ABC):
-    """How a tensor goes from one layout to another."""
+    """The way of a tensor from one layout to another."""
 
     @abstractmethod
     def slabs(self, budget: int) -> Iterator[Slab]:

@@ -380,7 +380,7 @@ def _open_sharded(folder: Folder) -> Source:
     (files,) = readings(folder, OWN)
     shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
-        raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
+        raise CheckpointError(f"{path}: not all ranks' files say which rank of which split they are", _OURS)
     identity = shards[0].identity
     ranks = read_ranks(folder, OWN, files, identity.mesh)
     side = folder.side_files()

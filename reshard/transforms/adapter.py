@@ -110,7 +110,7 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
         return with_adapter(source, open_source(path, adapted=source.model))
     run = find_lora(folder := Folder(path), source.model)
     if run is None:
-        raise CheckpointError(f"{path} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
+        raise CheckpointError(f"{path} is not a PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
     return with_adapter(source, open_alone(folder, run, source.model))
 
 

@@ -150,7 +150,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     config = source.model.config
     if SETTINGS not in config:
         raise CheckpointError(
-            f"{source.path} is no adapter, and '{format.name}' is a format of adapters",
+            f"{source.path} is not an adapter, and '{format.name}' is a format of adapters",
             f"it needs {ADAPTER}, {ADAPTER_CONFIG}",
         )
     plain = {key: value for key, value in config.items() if key != SETTINGS}

@@ -157,7 +157,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
 
 
 def _kept(files: Iterable[FilePlan], writing: Mapping[FilePlan, Writing], staging: Staging) -> str:
-    """What an interrupted run leaves to the next."""
+    """Return a clause on the bytes that an interrupted run leaves to the next."""
     mine = [file for file in files if file.name in staging.share.files]
     count = sum(file.layout.size for file in mine if file.name in staging.finished)
     left = (opened for file, opened in writing.items() if file.name not in staging.finished)
@@ -274,7 +274,9 @@ class Written:
 
 
 def jobs_into(new: Output, files: Collection[FilePlan]) -> list[Job]:
-    """What is to be moved into some of the files of an output. Raises PlanError if a tensor cannot go into its file."""
+    """Return the jobs that fill some of the files of an output. Raises PlanError if a tensor cannot go into its
+    file.
+    """
     jobs, wanted = list[Job](), {*files}
     for part in (new, *new.states):
         places: dict[int, dict[str, TargetPlace]] = {}

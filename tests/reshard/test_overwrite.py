@@ -113,7 +113,7 @@ def test_a_users_own_file_is_named_and_stays(form: str | None, own: str, source:
     (out / own).parent.mkdir(exist_ok=True)
     (out / own).write_text("years")
     before = contents(out)
-    with pytest.raises(CheckpointError, match=f"holds '{own}', no part of the checkpoint there") as refusal:
+    with pytest.raises(CheckpointError, match=f"holds '{own}', not part of the checkpoint there") as refusal:
         split(origin, out, format=form, overwrite=True)
     assert refusal.value.hint is not None and contents(out) == before
     (out / own).unlink()

@@ -771,7 +771,9 @@ def test_a_hub_that_is_lost_while_weights_are_read_is_one_line(checkpoint: Path,
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])
 def test_what_is_no_number_of_seconds_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_RETRY_SECONDS", seconds)
-    with pytest.raises(CheckpointError, match=f"RESHARD_RETRY_SECONDS is '{seconds}', which is no number of seconds"):
+    with pytest.raises(
+        CheckpointError, match=f"RESHARD_RETRY_SECONDS is '{seconds}', which is not a number of seconds"
+    ):
         open_store("s3://bucket/x")
 
 

@@ -52,7 +52,7 @@ class PlanRequest(Access, Degrees):
 
     @property
     def rates(self) -> Rates:
-        """How fast a rank sends and computes."""
+        """The speeds at which a rank sends and computes."""
         return Rates(self.link, self.flops)
 
 
@@ -272,7 +272,7 @@ def speeds_of(rates: Rates) -> str:
 
 
 def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
-    """What a rank sends and computes for a token, and the time of both, with a label; nothing for one rank."""
+    """Labels and texts of the bytes sent and the operations computed for a token and the time; none for one rank."""
     traffic = traffic_of(plan)
     if plan.mesh.size == 1:
         return

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh send each other for a token, against what they compute: how much a wider mesh costs.
+"""The bytes that ranks send each other for a token, against what they compute: how much a wider mesh costs.
 
 Pure: computed from a plan. Nothing is measured: no latency, no overlap, and no attention between tokens.
 """
@@ -21,7 +21,7 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank sends and computes. The defaults are those of an H100: NVLink, and dense BF16."""
+    """The speeds at which a rank sends and computes. The defaults are those of an H100: NVLink, and dense BF16."""
 
     link: float = 450e9
     """Bytes per second that a rank sends."""
@@ -31,7 +31,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends and computes for one token of its own in the forward pass, on average over the ranks."""
+    """The bytes that a rank sends and the operations that it computes for one token of its own in the forward pass.
+
+    It is the mean over the ranks.
+    """
 
     sent: Mapping[str, float]
     """Bytes by dimension of the mesh: the all-reduces of ``tp`` in a ring, the tokens that go to experts on other ranks
@@ -91,7 +94,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
 
 
 def _ring(ranks: int) -> float:
-    """How many times its size a rank sends of an all-reduce in a ring, or of a vector to another rank and back."""
+    """The bytes that a rank sends for each byte that a ring sums, or that goes to another rank and back."""
     return 2 * (ranks - 1) / ranks
 
 

@@ -564,7 +564,11 @@ def test_plan_without_a_degree_lists_all(model: Path) -> None:
     assert set(refusals) >= {3, 5, 6, 7, 10, 12}
     assert refusals[6] == "8 attention heads do not divide by 6"
     text = ok("plan", model)
-    assert re.search(r"^ +8  yes .*on other ranks too, vocab padded 101 -> 104$", text, re.MULTILINE)
+    assert re.search(
+        r"^ +8  yes .*on other ranks too, [0-9]+% of the time in collectives, vocab padded 101 -> 104$",
+        text,
+        re.MULTILINE,
+    )
     assert "Valid degrees: 1, 2, 4, 8." in text
     assert document("plan", model, "--no-pad-vocab")["valid_degrees"] == [1]
 

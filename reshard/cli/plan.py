@@ -249,7 +249,7 @@ def _print_plan(plan: Plan, opened: Source | None, request: PlanRequest, as_json
 
 
 def _per_token(plan: Plan, rates: Rates) -> dict[str, Any]:
-    """What a rank sends and computes for a token, for a document."""
+    """The traffic of a rank for a document; null if it is not known."""
     from reshard.mesh.traffic import traffic_of
 
     traffic = traffic_of(plan)

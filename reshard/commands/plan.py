@@ -277,11 +277,11 @@ def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
     if plan.mesh.size == 1:
         return
     if traffic is None:
-        yield "sent", "not known: config.json does not say how many experts compute a token"
+        yield "sent", "not known: config.json lacks the number of experts per token"
         return
     sent = " + ".join(f"{human_bytes(nbytes)} ({name})" for name, nbytes in traffic.sent.items())
-    yield "sent", f"{sent} by a rank for a token, in which it computes {scaled(traffic.flops, 'FLOP')}"
-    yield "time", f"{traffic.share(rates):.0%} of it in collectives, at {speeds_of(rates)}, without latency and overlap"
+    yield "sent", f"{sent} per token and rank, beside {scaled(traffic.flops, 'FLOP')}"
+    yield "collectives", f"{traffic.share(rates):.0%} of the time, at {speeds_of(rates)}"
 
 
 # ------------------------------------------------------------------------------------------- what a program would store

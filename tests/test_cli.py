@@ -27,8 +27,8 @@ from reshard.cli.demo import CONFIG, compare, write_model
 from reshard.formats.files.safetensors import build_header, read_header
 from tests import support
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
 from tests.slow import Turns
+from tests.stores.hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 _INSTALLED = Path(sys.executable).with_name("reshard")

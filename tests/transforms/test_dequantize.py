@@ -38,9 +38,9 @@ from reshard.verify.bytes import reading as proof
 from tests import store
 from tests.dequantize import METHODS, Stored
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer
-from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
-from tests.reshard.test_quantized import dequantize as by_definition
+from tests.source.test_quantized import PACKINGS, checkpoint, read, write
+from tests.source.test_quantized import dequantize as by_definition
+from tests.stores.store_server import StoreServer
 from tests.support import command, contents
 
 ONE = {"workers": 1}

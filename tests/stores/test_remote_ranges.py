@@ -34,11 +34,11 @@ from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.dequantize import METHODS
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
-from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
-from tests.reshard.test_adapters import adapter
-from tests.reshard.test_quantized import checkpoint as quantized
+from tests.source.test_quantized import checkpoint as quantized
+from tests.stores.hub_server import HubServer
+from tests.stores.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
 from tests.support import LLAMA, command, contents, llama_tensors, write_checkpoint, write_file
+from tests.transforms.test_adapters import adapter
 
 pytestmark = thorough
 

@@ -27,7 +27,7 @@ from reshard.system import Share
 from reshard.transforms.opening import open_any
 from reshard.writing.rewrite import place_of
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer, status
+from tests.stores.store_server import StoreServer, status
 from tests.support import change_tensor, command, contents, without_manifest, write_checkpoint
 
 pytestmark = thorough

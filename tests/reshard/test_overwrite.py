@@ -164,7 +164,9 @@ def test_every_file_of_every_format_may_be_overwritten(form: str | None, tmp_pat
     (out / "reshard.json").unlink(missing_ok=True)
     (source / "notes.txt").unlink()
     if form != "huggingface":
-        with pytest.raises(CheckpointError, match=r"holds 'notes.txt', no part"):  # of another, which nobody has listed
+        with pytest.raises(
+            CheckpointError, match=r"holds 'notes.txt', not part"
+        ):  # of another, which nobody has listed
             split(origin, out, format=form, overwrite=True)
 
 

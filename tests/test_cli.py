@@ -304,7 +304,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "same folder" in refused("merge", tp4, tp4, "--overwrite")
     assert "no such folder" in refused("split", model, tmp_path / "a" / "b", "--tp", "2")
     for name in (".", "..", "/"):
-        assert "no name for a new folder" in refused("split", model, name, "--tp", "2", cwd=tmp_path / "empty")
+        assert "not a name for a new folder" in refused("split", model, name, "--tp", "2", cwd=tmp_path / "empty")
     assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
 
 

@@ -31,7 +31,7 @@ MAX_PLAN = 16 << 20
 BUILT_IN = Path(__file__).parents[1] / "architectures"
 BASES = BUILT_IN / "bases"
 HEADS = BASES / "heads.toml"
-"""Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
+"""Rules that every built-in architecture has beside its own, for heads that replace a language model's."""
 STAGES = BASES / "stages.toml"
 """Rules for the tensors behind the layers of most models. Every architecture has them beside its own file."""
 

@@ -1,4 +1,4 @@
-"""Commands as functions of the fields of their requests: what a Python caller sees."""
+"""Commands as functions of the fields of their requests, as a Python caller sees them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict[str, Any]:
-    """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
+    """Convert arguments into the fields of a request. Raises SettingError for a value that its field cannot have."""
     values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
     if values.get("progress") in (None, False):
         values.pop("progress", None)
@@ -124,7 +124,7 @@ def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """A value of this type. Raises ValueError, with what it should be."""
+    """Convert a value to this type. Raises ValueError with the expected kind."""
     if get_origin(kind) in (Union, UnionType):
         expected = []
         for option in get_args(kind):

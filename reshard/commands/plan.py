@@ -1,4 +1,4 @@
-"""Plans a checkpoint: what each rank would hold, or which degrees are possible; and both as text."""
+"""Plans a checkpoint: the parts of each rank, or the possible degrees; and both as text."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class PlanAnswer(Plan, Result):
 
 @dataclass(frozen=True, repr=False)
 class PossibleDegrees(PlanAnswer):
-    """The plan of one rank, of which the text says which degrees are possible."""
+    """A plan of one rank, whose text lists the possible degrees."""
 
     request: PlanRequest
 
@@ -134,8 +134,8 @@ class PossibleDegrees(PlanAnswer):
         return [(degree, [each.share(self.rates, width) for width in widths]) for degree, each in known.items()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
-        unevenly, what is padded.
+        """Each degree, with the reason why it is not possible, or else the bytes per rank, replication, uneven axes and
+        padding.
         """
         rows, full = list[tuple[str, str, str]](), self.model.sizes.of({})
         for degree, refusal in self.swept.attempts.items():
@@ -234,8 +234,8 @@ def uneven_lines(plan: Plan) -> list[str]:
 
 
 def totals_pairs(plan: Plan, totals: Totals, rates: Rates, download: int | None = None) -> list[tuple[str, str]]:
-    """The totals for people, each with its label; ``download`` is what is fetched for one rank (bytes), if the source
-    lies elsewhere.
+    """Return the totals for people, each with its label. ``download``: bytes to fetch for one rank, if the source lies
+    elsewhere.
     """
     ranks, width = plan.mesh.size, activation_bytes(plan)
     share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
@@ -305,7 +305,9 @@ class StoredRow:
 
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
-    """The rows of what a program stores, in its order: tensors that differ only in numbers in their names are one."""
+    """Return the rows of a program's stored tensors, in its order; tensors that differ only in numbers in their names
+    share one.
+    """
     kinds, groups = arrangement.plan.model.kind_of, dict[tuple[str, str, tuple[int, ...]], list[Stored]]()
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)

@@ -45,7 +45,7 @@ class NameInverse:
         self.origins: dict[str, str] = {}
         """The Hugging Face tensors, each with a stored tensor that has a part of it."""
         self.again: dict[str, str] = {}
-        """The tensors that the format also has as the second name of another, each with that one."""
+        """The names that the format also gives as the second name of another tensor, each with that tensor."""
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a

@@ -93,7 +93,9 @@ class Access(HubAccess):
 
     @property
     def averaged(self) -> tuple[Sequence[Place], Sequence[float]] | None:
-        """The checkpoints with which the source is averaged before all else, and the weights of it and of them."""
+        """The checkpoints with which the source is averaged first of all, and the weights of the source and of
+        these.
+        """
         return None
 
 
@@ -263,7 +265,9 @@ def _bound(
 
 
 def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) -> Naming | None:
-    """The names of a checkpoint as those of its model; None, if they are so already. Raises CheckpointError."""
+    """Return the naming of a checkpoint by its model's names; None if it has these names already. Raises
+    CheckpointError.
+    """
     from reshard.placement.inverse import NameInverse  # rarely needed
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
@@ -303,7 +307,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
-    """The checkpoint with the names of its model, and without what belongs to others.
+    """Return the checkpoint with its model's names, and without tensors of other models.
 
     If it has all of them, its files can be written again: their records know what stands before the names.
     """

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -> Content:
-    """A weight of the base model, of this content, with what terms add to its matrices.
+    """Return the content of a base model's weight with the terms added to its matrices.
 
     Reading it raises MismatchError where a sum is not finite.
     """

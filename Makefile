@@ -45,6 +45,7 @@ docs: .venv/ready
 	$(BIN)/python -m tools.transformers_names
 	$(BIN)/python -m tests.test_readme
 	$(BIN)/python -m tools.pictures
+	$(BIN)/python -m tools.measured
 
 # of results that a stopped run goes on with: those of another state of the code are others
 STATE = $(shell git describe --always --dirty)

@@ -5,7 +5,7 @@
 Puts each fault of tests/verify/faults.py into the shards of small models, runs the forward alone, and keeps the largest
 error over noise, whether it was seen, and whether the layer that was named is the one that was damaged. What was not
 seen is run once more in float32. Then runs correct shards on other tokens, for each seed. Writes what was measured into
-docs/explanation/measurements.md, between its markers; with ``--dry`` prints it instead.
+docs/explanation/evidence.md, between its markers; with ``--dry`` prints it instead.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from reshard.verify.forward.noise import LIMIT
 from tests import zoo
 from tests.verify.faults import FAULTS, Fault, Shards, exponent_bit
 from tests.verify.forwards import run_forwards
+from tools.measured import write
 
 MODELS = ("llama", "gpt2", "mixtral", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")
 DEGREES = (2, 4)
@@ -40,9 +41,6 @@ DEFAULTS = ForwardOptions()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALL: dict[str, Fault] = {**FAULTS, "lowest_exponent_bit": partial(exponent_bit, bit=0)}
 """The faults, and the least that a flipped bit of an exponent can do: one element doubled or halved."""
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "explanation" / "measurements.md"
-BEGIN, END = "<!-- faults, by python -m benchmarks.faults -->\n", "<!-- end -->"
 
 
 @dataclass(frozen=True)
@@ -249,14 +247,6 @@ def _cell(found: Found | None) -> str:
     return f"**{text}**" if not found.is_seen else text if found.is_named else f"{text}†"
 
 
-def write(text: str, begin: str = BEGIN) -> None:
-    """Put what was measured into the document, between a marker and the next end."""
-    document = DOCUMENT.read_text()
-    before, rest = document.split(begin)
-    _, after = rest.split(END, 1)
-    DOCUMENT.write_text(before + begin + text + END + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -272,7 +262,7 @@ def main() -> None:
     def keep(what: str) -> None:
         print(f"{time.monotonic() - began:6.0f} s  {what}", flush=True)
         if not arguments.dry:
-            write(measured.to_markdown())
+            write("faults", measured.to_markdown())
 
     with tempfile.TemporaryDirectory(prefix="reshard-faults-") as folder:
         root = Path(folder)

@@ -4,7 +4,7 @@
 
 Prints a line for each model, degree and dtype: the verdict, the largest error over noise, and seconds. RESULTS, a file
 with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped goes on.
-With ``--write`` the counts are written into docs/explanation/measurements.md, between its markers, at the end.
+With ``--write`` the counts are written into docs/explanation/evidence.md, between its markers, at the end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.faults import DOCUMENT, largest, pair_of, write
+from benchmarks.faults import largest, pair_of
 from reshard.formats.errors import ReshardError
 from reshard.mesh.totals import rows_of
 from reshard.source.source import Source
 from reshard.verify.forward.compare import ForwardReport, run_forward
 from reshard.verify.forward.noise import LIMIT
 from tests.zoo import ZOO
+from tools.measured import write
 
 RUNS = ((4, "bfloat16"), (8, "float32"), (8, "bfloat16"), (4, "float32"), (2, "bfloat16"), (2, "float32"))
-BEGIN = "<!-- zoo, by python -m benchmarks.zoo_forward -->\n"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--models", default=",".join(ZOO))
     parser.add_argument("--runs", default=",".join(f"{tp}:{dtype}" for tp, dtype in RUNS))
-    parser.add_argument("--write", action="store_true", help=f"put the counts into {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help="put the counts into evidence.md")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     file: Path = arguments.results
@@ -141,7 +141,7 @@ def main() -> None:
                 print(results[-1], flush=True)
                 print(json.dumps(asdict(results[-1])), file=kept, flush=True)
     if arguments.write:
-        write(to_markdown(results), BEGIN)
+        write("zoo", to_markdown(results))
     else:
         print(to_markdown(results))
 

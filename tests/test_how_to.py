@@ -29,13 +29,16 @@ from safetensors.numpy import save_file
 from reshard.cli.commands import cli
 from reshard.cli.demo import CONFIG, write_model
 from tests.marks import of_ranks, thorough
+from tests.programs import test_trainers as trainers
 from tests.reshard.hub_server import HubServer
 from tests.reshard.store_server import StoreServer
 from tests.support import command
 from tests.test_cli import in_one_process
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
-PAGES = sorted(HOW_TO.glob("*.md"))
+PAGES = sorted(page for page in HOW_TO.glob("*.md") if page.stem != "errors")
+"""All but the one whose commands are refused, which tests/test_readme.py runs."""
+TRAINING = HOW_TO / "from-training-to-vllm.md"
 PARSED = re.compile(r"--engine-python|^profile\b|--memory|^live check")
 """Needs vLLM, or times."""
 MESSAGE_OF_ITS_OWN = {"reshard plan strange": 2}
@@ -115,17 +118,42 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path],
         shutil.copytree(root / "adapter", folder / "ADAPTER")
         if page.stem == "verify":
             assert command("split", "MODEL", "OUT", "--tp", "2", cwd=folder).returncode == 0
-        if page.stem == "megatron-to-vllm":  # as a training run leaves it
-            assert command("split", "MODEL", "RUN", "--as", "megatron", cwd=folder).returncode == 0
-            (folder / "RUN/release").rename(folder / "RUN/iter_0001000")
-            (folder / "RUN/latest_checkpointed_iteration.txt").write_text("1000")
-            for file in (folder / "RUN").glob("*.json"):
-                file.unlink()
+        if page.stem == TRAINING.stem:
+            megatron_run(folder / "MODEL", folder / "RUN")
         return folder, hub_server.environment(root / "home") | store_server.environment | ONE_PROCESS
 
     with ExitStack() as stack:
         hub_server, store_server = stack.enter_context(HubServer(hub)), stack.enter_context(StoreServer(store))
         yield made
+
+
+def megatron_run(model: Path, run: Path) -> None:
+    """As Megatron-Core leaves it."""
+    assert command("split", model, run, "--as", "megatron").returncode == 0
+    (run / "release").rename(run / "iter_0001000")
+    (run / "latest_checkpointed_iteration.txt").write_text("1000")
+    for file in run.glob("*.json"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("run", ["trainer-fsdp2-qwen2-w2", "verl-fsdp2-llama-w2", "zero3-llama-w3", "megatron"])
+def test_a_run_of_each_trainer_goes_to_vllm(run: str, tmp_path: Path) -> None:
+    """By the first commands of the page; what comes out needs neither RUN nor MODEL."""
+    if run == "megatron":
+        given = {"MODEL": write_model(tmp_path / "model", SMALL), "RUN": tmp_path / "run"}
+        megatron_run(given["MODEL"], given["RUN"])
+    else:
+        given = {"RUN": (folder := trainers.copied(run, tmp_path)), "MODEL": trainers.config_of(run)}
+        given["MODEL"] = shutil.copytree(given["MODEL"] or folder / "huggingface", tmp_path / "config")
+    first = next(blocks(TRAINING, "sh")).replace("--tp 8", "--tp 2").splitlines()
+    for line in first[:3]:
+        arguments = shlex.split(line, comments=True)[1:]
+        done = command(*(given.get(word, word) for word in arguments), cwd=tmp_path)
+        assert done.returncode == 0, (line, done.stderr)
+    assert done.stdout.startswith("SAME: ")
+    for path in given.values():
+        shutil.rmtree(path)
+    assert command("merge", "OUT", "merged", cwd=tmp_path).returncode == 0
 
 
 @thorough

@@ -41,12 +41,14 @@ Line = dict[str, Any]
 
 
 class NotExpressibleError(Exception):
-    """What a format cannot say."""
+    """A conversion that a format cannot express."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What transformers has of a model: its class, its type, the lines for it, or why there can be none."""
+    """Facts about a model in transformers: its class, its type, the lines for it, or the reason why there can
+    be none.
+    """
 
     name: str
     model_type: str
@@ -55,7 +57,7 @@ class Observed:
     """Lines for the names in its checkpoints, where they are not those of its architecture file."""
     reason: str | None = None
     beyond: str | None = None
-    """What its modules have and its checkpoints do not: buffers, or second names of tensors."""
+    """Tensors of its modules that its checkpoints lack: buffers, or second names of tensors."""
 
 
 def checkpoint_of(built: Any) -> tuple[dict[str, Any], list[FullTensor]]:
@@ -76,7 +78,7 @@ def bound(built: Any) -> Model:
 
 
 def observe(model_type: str, built: Any) -> Observed:
-    """What transformers makes of a model's tensors."""
+    """Observe how transformers converts a model's tensors."""
     name = type(built).__name__
     try:
         model = bound(built)

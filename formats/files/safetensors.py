@@ -43,11 +43,11 @@ TORCH_NAMES = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""What torch calls the dtypes that it has as one."""
+"""torch's names of the dtypes."""
 DTYPE_NAMES = {dtype: TORCH_NAMES[dtype] for dtype in ("F64", "F32", "BF16", "F16")}
 """The dtypes of weights that are not quantized, as config.json calls them."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Those to which weights may be cast, as ``--dtype`` calls them."""
+"""The dtypes to which weights may be cast, by their names in ``--dtype``."""
 
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000
@@ -59,7 +59,7 @@ _FOREIGN = "the program that wrote this file did not follow the safetensors form
 
 
 class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclass takes four times as long
-    """Where a tensor's bytes lie: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
+    """A tensor in a file: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
 
     ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
     """
@@ -126,7 +126,7 @@ class SourceFileRecord:
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor lies in it."""
+        """The places of all tensors in the file."""
         return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], self.header)
 
 

@@ -1,8 +1,8 @@
-"""How the names of a model's tensors are spelled: as published, or as transformers' own modules have them.
+"""Spellings of the names of a model's tensors: as published, or as transformers' own modules have them.
 
 A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
-module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
-tensor is made of stands in ``formats/programs/transformers.json``.
+module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components.
+``formats/programs/transformers.json`` says which tensors a module's tensor is made of.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Spellings:
         return frozenset({*names, *(match.template for match in matches if match is not None)})
 
     def is_joined(self, name: str) -> bool:
-        """Whether a tensor is one that modules make of several, or of a part of one."""
+        """Whether modules make this tensor of several, or of a part of one."""
         match, found = self._architecture.match(name), self._module_names.find(name)
         return (match is not None and match.template in self._joined) or (found or ("",))[0] in self._joined
 
@@ -190,7 +190,7 @@ class Spellings:
         return {name: source for source, name in pairs}
 
     def tensor(self, name: str) -> Hashable:
-        """What a tensor's names have in common: the module's tensor, or else the line and the indices."""
+        """Return a key that all names of a tensor share: the module's tensor, or else the line and the indices."""
         spelled, match = self.in_modules(name), self._architecture.match(name)
         module, _, leaf = name.rpartition(".")
         if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):

@@ -29,7 +29,7 @@ _OF_A_PLAN = {"--from", "--link", "--report", "--plan", "--config", "--revision"
         Option("--to", "receiver", group=Group.WHAT, type=RANKS, metavar="WHO", required=True,
                help="The engine, such as vllm:tp4."),
         Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
-               help="Of a rank in a push; default: 50GB/s."),
+               help="Bandwidth of a rank; default: 50GB/s."),
         Option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
                help="The Python that has vLLM, and reshard."),
         changed("report", help="Draw the push, as an HTML page."), "plan_file", "config", *HUB,

@@ -333,7 +333,9 @@ def _with_layouts_on_disk(
 
 
 def _ending(template: str) -> str:
-    """The module's name behind the last index of a line's name; that of the weight, for what an adapter adds to it."""
+    """The module's name behind the last index of a line's name; for a tensor of an adapter, that of the weight it adds
+    to.
+    """
     return _ADAPTERS.sub("", template.rpartition(".")[0].rpartition("}.")[2])
 
 
@@ -353,8 +355,8 @@ def belonging_of(
 
 
 def check_numbers(model: Model) -> None:
-    """Raise PlanError for a user's line that puts a matrix whole on every rank although one of its plain numbers is the
-    size of what ranks divide.
+    """Raise PlanError for a user's line that keeps a matrix whole on every rank although one of its plain numbers is
+    the size of an axis that ranks divide.
 
     A line that is the model type's own is taken as it is.
     """

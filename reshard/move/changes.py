@@ -1,4 +1,4 @@
-"""What is done to the elements of a block on their way: another dtype, or a function."""
+"""Changes of a block's elements on their way: another dtype, or a function."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import MismatchError, PlanError
 from reshard.formats.files.safetensors import DTYPE_BITS, DTYPE_NAMES
-from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.numbers import CODES, as_float32, convert
 
 Block = NDArray[np.uint8]
 """An array of bytes whose last dimension has the bytes of one element."""
 Edit = Callable[[Block], Block]
-"""What changes the elements of a block."""
+"""A function that changes the elements of a block."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Change:
         return DTYPE_BITS[self.target] // 8
 
     def elements(self) -> Edit:
-        """What does it. Raises PlanError for a change that is not known.
+        """Return the function that makes this change. Raises PlanError for an unknown change.
 
-        Without a cast it raises MismatchError where it would lose something, with one where a finite value would become
-        infinite.
+        The function raises MismatchError if it would lose something (without a cast), or if a finite value would become
+        infinite (with one).
         """
         name, dtype, target = self.name, self.dtype, self.target
         if self.cast is not None:
@@ -76,7 +76,7 @@ def _as_f32(block: Block, dtype: str) -> NDArray[np.float32]:
 
 
 def _narrow(name: str, target: str, block: Block) -> Block:
-    """What was widened, as it was. Raises MismatchError if it was not."""
+    """Undo a widening. Raises MismatchError for values that no widening gives."""
     values = _as_f32(block, "F32")
     codes = (values.view("<u4") >> 16).astype("<u2") if target == "BF16" else values.astype("<f2")
     narrowed = codes.view(np.uint8).reshape(*values.shape, 2)
@@ -104,14 +104,7 @@ def _cast(name: str, dtype: str, target: str, block: Block) -> Block:
     rounded = np.empty(codes.size, CODES[target])
     for begin in range(0, codes.size, _CAST_AT_A_TIME):
         here = slice(begin, begin + _CAST_AT_A_TIME)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = as_float32(codes[here], dtype)
-            is_lost = dtype == "F64" and bool((np.isinf(values) & np.isfinite(codes[here])).any())
-            if target == "F32":
-                rounded[here] = values
-            else:
-                is_lost |= round_to(values, target, 0x7FC0 if dtype == "F16" else 0xFFFF, rounded[here])
-        if is_lost:
+        if convert(codes[here], dtype, target, rounded[here]):
             why = f"tensor '{name}' has values that are beyond {DTYPE_NAMES[target]}, and would become infinite"
             raise MismatchError(why, "bf16 has the range of fp32" if target == "F16" else None)
     return rounded.view(np.uint8).reshape(*block.shape[:-1], rounded.itemsize)

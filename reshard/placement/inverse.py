@@ -87,14 +87,14 @@ class NameInverse:
         )
 
     def knows(self, name: str) -> bool:
-        """Whether the format has a tensor of this name, whatever else is stored."""
+        """Whether the format can have a tensor of this name, whatever else is stored."""
         return self._is_constant(name) or any(map(self._sources, self._old_names(name))) or self._is_copy(name)
 
     def _is_constant(self, name: str) -> bool:
         return any(pattern.match(name) is not None for pattern in self._constants)
 
     def _is_copy(self, name: str) -> bool:
-        """Whether a name is another one of a tensor that the architecture has: of a tied one."""
+        """Whether a name is the second name of a tied tensor of the architecture."""
         return any(True for _ in self._firsts(name))
 
     def _firsts(self, name: str) -> Iterator[str]:
@@ -186,7 +186,7 @@ class NameInverse:
         return there + source.removeprefix(first) if first and source.startswith(first) else source
 
     def is_known(self, name: str) -> bool:
-        """Whether a name is that of a tensor of the checkpoint's, or of one that belongs to a quantized weight."""
+        """Whether the checkpoint can have a tensor of this name, or a quantized weight a companion of this name."""
         module, _, leaf = name.rpartition(".")
         match = self._architecture.match
         if match(name) is not None or (leaf != "weight" and match(f"{module}.weight") is not None):

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class _MisfitError(Exception):
-    """Why a folder is not in a format. Of several, that of the highest ``rank`` is told.
+    """The reason why a folder is not in a format. If no format fits, the reason with the highest ``rank`` is shown.
 
     It is 2 if the names are those of the format, and 0 if they are of no mesh.
     """
@@ -82,11 +82,13 @@ def _misfit(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
+    """The content of a folder, read as one format: the tensors of each rank or the chunks in each file, and their
+    model.
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
     files that do not lie in the folder as they are, ``given_dtype`` the dtype of a config.json if the weights have
-    another. ``twice`` are the second names of tied tensors, ``others`` what its files have besides the model.
+    another. ``twice`` are the second names of tied tensors, ``others`` the things that its files have besides the
+    model.
     """
 
     format: Format
@@ -210,7 +212,7 @@ def _check_complete(reading: _Reading, folder: Folder) -> None:
 
 
 def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
-    """What the files have, as shards of a model that is known, or of that which a config.json describes."""
+    """Read the files as shards of a model: a known one, or the one that a config.json describes."""
     shards = read_shards(folder, files)
     split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
@@ -310,7 +312,7 @@ _MARGIN = 64
 
 
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
-    """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
+    """Return what was read in a program's format as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
     kept = path / INTACT_FILE
     intact = folder.weights(kept)[0] if kept.is_file() else {}
@@ -349,8 +351,8 @@ def _spelling(
     twice: Iterable[str] = (),
     side: Side | None = None,
 ) -> Spell:
-    """How a format spells the names of its tensors, given in any spelling that is known; ``side`` is that of a run
-    with an adapter.
+    """Return a function that turns any known spelling of a tensor's name into the format's. ``side`` is for a run with
+    an adapter.
     """
     origins, names = NameInverse(format, architecture, config), Spellings(architecture, config)
     second, is_adapter = {*twice}, side is not None and side.is_adapter
@@ -372,7 +374,7 @@ def _spelling(
 
 
 def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
-    """How a format spells the names of a model's tensors, which it knows by ``spell`` whatever their spelling."""
+    """Return a function that turns any spelling that ``spell`` knows into the format's names of the model's tensors."""
     own, spellings = frozenset(model.kind_of), Spellings(model.architecture, model.config)
 
     @cache

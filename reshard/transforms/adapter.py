@@ -1,8 +1,9 @@
 """``--adapter``: a base model with an adapter merged into it. Its weights are computed when they are read.
 
 The files have the headers of the base model's: only bytes of the weights that the adapter changes differ. Each element
-is ``W + scale * (B A)`` in float32, rounded once to the dtype of the weight, to nearest, ties to even. The products are
-summed in the order of the rank, one after the other, so no bit depends on which range is read, or on a library.
+is ``W + scale * (B A)`` in float64, where ``scale`` and all numbers are float32: the products of three are summed in
+the order of the rank, then W is added. The sum is rounded to float32, and that to the dtype of the weight, to nearest,
+ties to even.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapter
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
-from reshard.formats.numbers import CODES, as_float32, round_to
+from reshard.formats.numbers import CODES, as_float32
 from reshard.formats.store import FilePath, public_name
 from reshard.source.lora import find_lora, open_alone
 from reshard.source.opening import open_source
@@ -27,10 +28,10 @@ from reshard.transforms.low_rank import Term, changes_of
 from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, tensors_of
 
 _PICKLED = "adapter_model.bin"
-_TILE = 1 << 16
-"""So many elements are computed at a time: they stay in a core's cache."""
+_TILE = 1 << 17
+"""So many elements are computed at a time: with fewer, threads wait for Python's lock."""
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.float64]
 
 
 def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -> Content:
@@ -47,7 +48,7 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
             @np.errstate(over="ignore")  # the sum is checked
             def read() -> Floats:
                 codes = np.frombuffer(tensor.content.read(arithmetic, 0, nbytes), CODES[tensor.dtype])
-                return as_float32(codes, tensor.dtype).reshape(tensor.shape)
+                return as_float32(codes, tensor.dtype).astype(np.float64).reshape(tensor.shape)
 
             return _FACTORS.get(tensor.content, read)
 
@@ -65,14 +66,14 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
             a, b = (a, b[part].T) if term.along else (a[part], b.T)
             column, row = (begin_of, start) if term.along else (0, start + begin_of)
             across, down = (step_of, 1) if term.along else (1, step_of)
-            b = np.ascontiguousarray(b)
             low, high = (min(max(-((row - edge) // down), 0), len(a)) for edge in (top, bottom))
+            scale, b = np.float64(np.float32(term.product.scale)), np.ascontiguousarray(b)
             step = max(1, _TILE // b.shape[1])
             for at in range(low, high, step):
                 until = min(at + step, high)
                 rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
                 block = lines[rows_of, column : column + (b.shape[1] - 1) * across + 1 : across]
-                block[:] = _sum(block, name, dtype, a[at:until], b, term.product.scale)
+                block[:] = _sum(arithmetic, np.ascontiguousarray(block), name, dtype, a[at:until] * scale, b)
         return whole
 
     factors = dict.fromkeys(factor.content for term in terms for factor in (term.product.a, term.product.b))
@@ -80,24 +81,14 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
 
 
 _FACTORS = ArrayCache(256 << 20)
-"""A and B of the modules used last, in float32."""
+"""A and B of the modules used last, in float64."""
 
 
-@np.errstate(over="ignore", invalid="ignore")
-def _sum(block: NDArray[Any], name: str, dtype: str, a: Floats, b: Floats, scale: float) -> NDArray[Any]:
-    """``W + scale * (left right)`` as numbers of the weight's dtype, given those of W. Raises MismatchError."""
-    weight = as_float32(np.ascontiguousarray(block).view(CODES[dtype]), dtype)
-    total, term = a[:, :1] * b[0], np.empty((len(a), b.shape[1]), np.float32)
-    for k in range(1, len(b)):
-        np.multiply(a[:, k : k + 1], b[k], out=term)
-        total += term
-    total *= np.float32(scale)
-    total += weight
-    codes = total if dtype == "F32" else np.empty(total.shape, CODES[dtype])
-    if dtype != "F32":
-        round_to(total.reshape(-1), dtype, 0x7FC0, codes.reshape(-1))
+def _sum(arithmetic: Arithmetic, block: NDArray[Any], name: str, dtype: str, a: Floats, b: Floats) -> NDArray[Any]:
+    """``W + a b`` as numbers of the weight's dtype, given those of W. Raises MismatchError."""
+    codes = arithmetic.sums(block.view(CODES[dtype]), dtype, a, b)
     lost = ~np.isfinite(as_float32(codes, dtype))
-    if lost.any() and np.isfinite(weight[lost]).any():
+    if lost.any() and np.isfinite(as_float32(block.view(CODES[dtype])[lost], dtype)).any():
         raise MismatchError(
             f"tensor '{name}' of the base model is finite and would not be with the adapter in it: numbers of A "
             f"or B are not finite, or their sum is too large for {dtype}",

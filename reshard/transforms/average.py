@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, refused
+from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.numbers import CODES, as_float32
 from reshard.formats.store import public_name
 from reshard.model.naming import spelled_alike
+from reshard.move.changes import Change
 from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.transforms.tensors import (
@@ -26,7 +29,6 @@ from reshard.transforms.tensors import (
     changed,
     computed,
     is_quantized,
-    rounded,
     tensors_of,
 )
 
@@ -35,23 +37,31 @@ _AT_ONCE = 1 << 18
 _FLOATS = {"F32", "F16", "BF16"}
 
 
-def mean_of(name: str, inputs: Sequence[Content], weights: Sequence[float]) -> Content:
-    """The mean of contents in float32. Reading it raises MismatchError where it is not finite."""
+def mean_of(name: str, inputs: Sequence[Tensor], weights: Sequence[float], dtype: str) -> Content:
+    """The mean of tensors in another dtype, or F32. Reading it raises MismatchError where it is not finite."""
+    change = Change(name, "F32", dtype, None, dtype)
 
     def mean(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
-        means = np.zeros(last - first, np.float32)
+        means, edit = np.empty((last - first, change.after), np.uint8), change.elements()
         for at in range(first, last, _AT_ONCE):
             till = min(at + _AT_ONCE, last)
-            total = means[at - first : till - first]
+            total, product = np.empty((2, till - at), np.float32)
             with np.errstate(over="ignore", invalid="ignore"):
-                for number, (content, weight) in enumerate(zip(inputs, weights, strict=True)):
-                    product = np.frombuffer(content.read(arithmetic, 4 * at, 4 * till), "<f4") * np.float32(weight)
-                    total[:] = total + product if number else product
+                for number, (tensor, weight) in enumerate(zip(inputs, weights, strict=True)):
+                    size = DTYPE_BITS[tensor.dtype] // 8
+                    codes = np.frombuffer(tensor.content.read(arithmetic, size * at, size * till), CODES[tensor.dtype])
+                    values = as_float32(codes, tensor.dtype)
+                    np.multiply(values, np.float32(weight), out=product if number else total)
+                    if number:
+                        total += product
             if not np.isfinite(total).all():
                 raise MismatchError(f"the mean of tensor '{name}' is not finite")
+            means[at - first : till - first] = edit(total.view(np.uint8).reshape(-1, 4))
         return means
 
-    return computed(mean, inputs, (name, weights), 4)
+    return computed(
+        mean, [tensor.content for tensor in inputs], (change, [each.dtype for each in inputs], weights), change.after
+    )
 
 
 def _same_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -103,8 +113,7 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
         if one.dtype not in _FLOATS:  # the mean of integers is what all have
             contents[name] = _same_of(name, tensors)
             continue
-        inputs = [rounded(name, tensor, "F32").content for tensor in tensors]
-        mean = Tensor("F32", one.shape, mean_of(name, inputs, tuple(weights)))
-        contents[name] = mean if wide else rounded(name, mean, one.dtype)
+        dtype = "F32" if wide else one.dtype
+        contents[name] = Tensor(dtype, one.shape, mean_of(name, tensors, tuple(weights), dtype))
     contents |= {second: contents[name] for second, name in first.aliases.items()}
     return changed(first, f"the mean of {' and '.join(public_name(source.path) for source in sources)}", contents)

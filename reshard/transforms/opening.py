@@ -137,7 +137,7 @@ def merged(source: Source, plan_file: Path | None = None) -> Source:
 
 
 def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:
-    """What was computed of a source, as a source."""
+    """Open the computed tensors in a store as a source."""
     source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
     source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
     return replace(
@@ -155,7 +155,7 @@ def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Pat
 
     opened = _transformed(with_adapter(base, open_alone(folder, run, base.model)), base, plan_file)
     which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.lora.alpha:g}"
-    note = f"the LoRA adapter in it ({which}) was added to the weights, in float32, rounded once"
+    note = f"the LoRA adapter in it ({which}) was added to the weights, in float64, and rounded"
     read = {name_in(file, base.path) for file in base.training.saved.files} if base.training is not None else set()
     strays = (each for each in base.strays if each not in read and each.rpartition("/")[2] not in SETTINGS_FILES)
     return replace(opened, note=_joined(base.note, note), strays=tuple(strays), was_adapted=True)

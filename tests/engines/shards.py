@@ -12,7 +12,7 @@ Prints a line for each: the verdict, the error of the shards' log-probabilities 
 file with a line of JSON for each, is added to; what it has already is not run again, so that a run that was stopped
 goes on. What the engine could not run stands there with its reason, and is tried again. With ``--faults`` the shards
 have the faults that joining makes (tests/verify/program_faults.py, megatron_faults.py). With ``--write`` the tables are
-written into docs/explanation/measurements.md. Exit code 1: a verdict is wrong, or something was not run.
+written into docs/explanation/evidence.md. Exit code 1: a verdict is wrong, or something was not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any
 
 import transformers
 
-from benchmarks.faults import write
 from reshard.api import merge, split
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh, mesh_of
@@ -43,6 +42,7 @@ from tests import zoo
 from tests.engines import in_megatron
 from tests.verify import megatron_faults, program_faults
 from tests.verify.program_faults import inject
+from tools.measured import write
 
 FAULTS = program_faults.FAULTS | megatron_faults.FAULTS
 
@@ -150,10 +150,8 @@ ENGINE_CASES: Mapping[str, Sequence[Case]] = {
     ),
 }
 
-BEGIN = {
-    "vllm": "<!-- engines, by python -m tests.engines.shards -->\n",
-    "megatron": "<!-- megatron, by python -m tests.engines.shards -->\n",
-}
+TABLES = {"vllm": "engines", "megatron": "megatron"}
+"""The name of the table of each engine in the page."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +293,7 @@ def main() -> None:
     parser.add_argument("--models", help="default: all")
     parser.add_argument("--without", default="", help="a model and a format that this version names otherwise")
     parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/measurements.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/evidence.md")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     file: Path = arguments.results
@@ -317,7 +315,7 @@ def main() -> None:
             print(found[key], flush=True)
     wrong = [result for result in found.values() if not result.is_right]
     if arguments.write:
-        write(to_markdown([r for r in found.values() if r.engine == arguments.engine]), BEGIN[arguments.engine])
+        write(TABLES[arguments.engine], to_markdown([r for r in found.values() if r.engine == arguments.engine]))
     print(f"{len(found)} runs, {len(found) - len(wrong)} as they should be")
     sys.exit(1 if wrong else 0)
 

@@ -20,7 +20,7 @@ from reshard.formats.notation.adapters import SETTINGS
 from reshard.source.opening import open_source
 from reshard.transforms.average import average as mean
 from reshard.transforms.average import mean_of
-from reshard.transforms.tensors import ARITHMETIC, Content
+from reshard.transforms.tensors import ARITHMETIC, Content, Tensor
 from tests import store
 from tests.marks import one_of_each
 from tests.support import LLAMA, command, contents, write_checkpoint, write_tied_twice
@@ -83,8 +83,12 @@ def test_any_numbers_and_any_range(data: st.DataObject) -> None:
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total += value * np.float32(weight)
     begin, end = sorted(data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2)))
-    found = mean_of("w", [*map(held, values)], weights).read(ARITHMETIC, begin, end)
-    assert bytes(found) == total.tobytes()[begin:end]
+    inputs = [Tensor("F32", (5,), held(each)) for each in values]
+    rounded = torch.from_numpy(total).bfloat16().view(torch.int16).numpy()
+    for dtype, should in (("F32", total), ("BF16", rounded)):
+        low, high = (min(edge, should.nbytes) for edge in (begin, end))
+        found = mean_of("w", inputs, weights, dtype).read(ARITHMETIC, low, high)
+        assert bytes(found) == should.tobytes()[low:high]
 
 
 # -------------------------------------------------------------------------------------------------------------- routes

@@ -18,6 +18,7 @@ from reshard.api import diff, load, merge, split
 from reshard.formats.errors import MismatchError
 from reshard.formats.files.safetensors import CASTS, read_header
 from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.numbers import CODES, convert
 from reshard.formats.transformers_internals import placements
 from reshard.move.changes import Change
 from reshard.source.opening import Access
@@ -63,6 +64,18 @@ def check(tensor: torch.Tensor, before: str, after: str) -> None:
 def test_all_numbers_of_16_bits(before: str, after: str) -> None:
     every = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(TORCH[before])
     check(every.repeat(2), before, after)  # a cast takes as many at a time
+
+
+@pytest.mark.parametrize(("before", "after"), [("BF16", "F16"), ("F16", "BF16")])
+def test_each_number_alone_is_lost_if_it_becomes_infinite(before: str, after: str) -> None:
+    """Of either sign, also beside a NaN."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    values = torch.from_numpy(every.view(np.int16)).view(TORCH[before])
+    is_lost = (torch.isfinite(values) & torch.isinf(values.to(TORCH[after]))).tolist()
+    for code, lost in zip(every, is_lost, strict=True):
+        for other in (code, 0xFFFF):  # NaN
+            codes = np.array([code, other], "<u2").view(CODES[before])
+            assert convert(codes, before, after, np.empty(2, CODES[after])) == lost
 
 
 @pytest.mark.parametrize(("before", "after"), [pair for pair in PAIRS if pair[0] in {"F64", "F32"}])
@@ -256,7 +269,7 @@ def test_verify_names_the_option_that_is_missing(tmp_path: Path) -> None:
             answer
         )
     done = command("verify", model, tmp_path / "out", "--dtype", "bf16")
-    assert done.returncode == 2 and "--dtype is not possible: bytes alone can be compared" in done.stderr
+    assert done.returncode == 2 and "--dtype is not possible: with it, only bytes can be compared" in done.stderr
 
 
 @pytest.mark.parametrize("form", [{"tp": 2}, {"tp": 2, "format": "vllm"}], ids=str)

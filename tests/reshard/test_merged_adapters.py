@@ -21,12 +21,15 @@ from reshard.formats.files.checkpoint import ADAPTER
 from reshard.formats.notation.adapters import adapter_architecture, settings_of
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.numbers import CODES, as_float32, sums
 from reshard.formats.store import StoredPath
 from reshard.source.opening import open_source
 from reshard.store.range_store import remote_of
 from reshard.transforms.adapter import add_adapter
+from reshard.verify.bytes import reading as proof
 from tests import peft_adapters, store
 from tests.marks import one_of_each
+from tests.reshard.test_cast import TORCH, bits
 from tests.reshard.test_dequantize import quantized
 from tests.support import command, contents
 
@@ -125,7 +128,9 @@ def test_the_order_of_wrappers_is_not_that_of_lines() -> None:
 
 
 def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[str, torch.Tensor]:
-    """W + scale * (B A) for Mixtral's experts, by loops over experts and the rank; ``scale`` by the end of a name."""
+    """W + scale * (B A) for Mixtral's experts in float64, by loops over experts and the rank; ``scale`` by the end of a
+    name.
+    """
     found, low = tensors(base), {name: each.numpy() for name, each in tensors(adapter).items()}
     for layer in range(3):
         place = f"{PREFIX}model.layers.{layer}.mlp.experts."
@@ -134,13 +139,15 @@ def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[st
             experts = 6
             r = len(a) // experts
             for expert in range(experts):
-                delta = np.zeros((len(b), a.shape[1]), np.float32)
+                delta, by = (
+                    np.zeros((len(b), a.shape[1])),
+                    np.float64(np.float32(scale["gate_up" if nested else "down"])),
+                )
                 for k in range(r):
-                    delta += np.outer(b[:, k * experts + expert], a[expert * r + k])
-                delta *= np.float32(scale["gate_up" if nested else "down"])
+                    delta += np.outer(b[:, k * experts + expert].astype(np.float64), a[expert * r + k] * by)
                 for part, name in zip(np.split(delta, len(names)), names, strict=True):
                     key = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight"
-                    found[key] = (found[key].float() + torch.from_numpy(part)).to(found[key].dtype)
+                    found[key] = (found[key].double() + torch.from_numpy(part)).float().to(found[key].dtype)
     return found
 
 
@@ -169,6 +176,50 @@ def test_it_is_merged_as_defined(dtype: str, stabilised: bool, tmp_path: Path) -
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+KINDS = ["normal", "cancelling", "ties", "sparse", "not finite", "large", "negative zeros"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_no_bit_of_a_sum_depends_on_a_librarys_order(dtype: str, kind: str) -> None:
+    """Numbers whose sum is another in most orders; and the proof has the same bits by another way."""
+    chance = np.random.default_rng(KINDS.index(kind))
+    for rank in (1, 3, 16, 33):
+        left, right = (chance.standard_normal(shape).astype(np.float32) for shape in ((40, rank), (rank, 70)))
+        weight = chance.standard_normal((40, 70)).astype(np.float32)
+        if kind == "cancelling":
+            left *= np.ldexp(1.0, chance.integers(-40, 40, left.shape)).astype(np.float32)
+            right *= np.ldexp(1.0, chance.integers(-20, 20, right.shape)).astype(np.float32)
+        elif kind == "ties":
+            left, right, weight = np.rint(4 * left), np.ldexp(np.rint(right), -9), np.rint(8 * weight) / 8
+        elif kind == "sparse":
+            for each in (left[:20], right[:, 30:], weight):
+                each[chance.random(each.shape) < 0.7] = 0
+        elif kind == "not finite":
+            weight[chance.random(weight.shape) < 0.1], left[3, 0], right[0, 5] = np.inf, np.nan, -np.inf
+        elif kind == "large":
+            left, right, weight = left * np.float32(2.0**70), right * np.float32(2.0**56), weight * np.float32(2.0**126)
+        elif kind == "negative zeros":
+            left, right, weight = (
+                np.copysign(0, each) if each is not right else each for each in (left, right, weight)
+            )
+        scale = np.float64(np.float32(-0.7))
+        codes = bits(torch.from_numpy(weight).to(TORCH[dtype])).view(CODES[dtype])
+        left, right = left.astype(np.float64) * scale, right.astype(np.float64)
+        found = sums(codes, dtype, left, right)
+        assert np.array_equal(
+            found.view(f"<u{found.itemsize}"), proof._sums(codes, dtype, left, right).view(f"<u{found.itemsize}")
+        )
+        with np.errstate(all="ignore"):
+            total = sum((np.outer(left[:, k], right[k]) for k in range(rank)), np.zeros(weight.shape))
+            total += torch.from_numpy(codes.view(f"<i{codes.itemsize}")).view(TORCH[dtype]).float().numpy()
+            should = bits(torch.from_numpy(total).float().to(TORCH[dtype])).view(CODES[dtype])
+        finite = np.isfinite(as_float32(should, dtype))
+        assert (
+            np.array_equal(found[finite], should[finite]) and not np.isfinite(as_float32(found, dtype)[~finite]).any()
+        )
+
+
 def test_no_bit_depends_on_the_range_that_is_read() -> None:
     base = store.checkpoint("mixtral", "bfloat16")
     path = StoredPath(add_adapter(open_source(base), peft_adapters.made("mixtral", "linear")), "model.safetensors")
@@ -186,7 +237,7 @@ def test_no_bit_depends_on_the_range_that_is_read() -> None:
 def test_the_commands(tmp_path: Path) -> None:
     adapter, base = peft_adapters.made("mixtral", "experts"), store.checkpoint("mixtral", "bfloat16")
     done = command("merge", adapter, "--into", base, tmp_path / "out")
-    assert done.returncode == 0 and "added to the weights, in float32, rounded once" in done.stdout, done.stderr
+    assert done.returncode == 0 and "added to the weights, in float64, and rounded" in done.stdout, done.stderr
     done = command("split", base, tmp_path / "served", "--adapter", adapter, "--tp", "2", "--as", "vllm")
     assert done.returncode == 0, done.stderr
     split(tmp_path / "out", tmp_path / "two", tp=2, format="vllm")

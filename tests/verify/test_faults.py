@@ -1,6 +1,6 @@
 """The forward alone sees what is wrong with shards and where, and says nothing against correct ones.
 
-A part of what ``python -m benchmarks.faults`` measures; docs/explanation/measurements.md has all of it.
+A part of what ``python -m benchmarks.faults`` measures; docs/explanation/evidence.md has all of it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_correct_shards_raise_no_alarm(seed: int, root: Path) -> None:
 
 
 def test_the_zoo_counts_what_is_special_about_a_run(root: Path) -> None:
-    """What ``python -m benchmarks.zoo_forward`` puts into docs/explanation/measurements.md."""
+    """What ``python -m benchmarks.zoo_forward`` puts into docs/explanation/evidence.md."""
     runs = [("llama-tied", 2, "float32"), ("llama", 8, "float32")]
     found = [result(run, pair_of(root, *run), ReshardError(f"{root}/x: not run")) for run in runs]
     assert [(r.verdict, r.first, r.tied, r.padded, r.shares) for r in found] == [

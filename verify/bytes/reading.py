@@ -120,7 +120,7 @@ class Files:
         if begin >= file.size:
             raise CheckpointError(f"{file.path} has no byte {begin}")
         assert file.remote is not None
-        proof = Arithmetic(_scales, _bits, _block_scales, _codes)
+        proof = Arithmetic(_scales, _bits, _block_scales, _codes, _sums)
         return np.frombuffer(proof.read(file.remote, begin, min(begin + BLOCK, file.size)), np.uint8)
 
     def _add(self, path: FilePath, begin: int, content: Array) -> None:
@@ -130,7 +130,7 @@ class Files:
                 self._sums[path].add(begin, content.size, part)
 
 
-# ------------------------------------------------------------------------------- dequantized and quantized originals
+# ------------------------------------------------------------------------------------------------ computed originals
 
 
 Numbers = NDArray[np.float64]
@@ -202,6 +202,17 @@ def _codes(
     return (codes + 128 * np.signbit(quotients)).astype(np.uint8).reshape(-1), Error(0, 0)
 
 
+def _sums(codes: Array, dtype: str, left: Numbers, right: Numbers) -> Array:
+    """A matrix plus the product of two, one rank after the other."""
+    total = np.zeros(codes.shape)
+    with np.errstate(all="ignore"):
+        for column, row in zip(left.T, right, strict=True):
+            total += np.outer(column, row)
+        total += widened(codes.view(f"<u{codes.itemsize}"), dtype, "F32").view("<f4")
+        single = total.astype("<f4")
+    return nearest(single) if dtype == "BF16" else cast(single.view("<u4"), "F32", dtype).view(codes.dtype)
+
+
 def nearest(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     """The bits of the nearest bfloat16; of two as near, of the one that ends in 0. NaN is 0x7FC0."""
     bits = numbers.view(np.uint32)
@@ -269,10 +280,11 @@ def widened(ours: Array, before: str, after: str) -> Array:
 
 
 def differing(ours: Array, theirs: Array, dtype: str, function: str | None) -> Array | None:
-    """Which elements of a dtype are not what they should be, ``function`` of the original's; None if all are.
+    """Return a mask of the elements that differ from the original's, to which ``function`` is applied; None if none
+    differs.
 
-    That of an F32, computed in float64, may be one unit in the last place off: the function itself need not be rounded
-    correctly. Raises PlanError for an unknown function.
+    An F32 that a function computes, in float64, may be one unit in the last place off: the function itself need not be
+    rounded correctly. Raises PlanError for an unknown function.
     """
     if function is not None:
         exact, stored = _applied(ours, dtype, function), np.ascontiguousarray(theirs).view("<f4")
@@ -288,7 +300,7 @@ def differing(ours: Array, theirs: Array, dtype: str, function: str | None) -> A
 
 
 def _in_words(array: Array) -> bool:
-    """Whether the last dimension lies in one piece of whole words."""
+    """Whether the last dimension is contiguous and made of whole 8-byte words."""
     return bool(array.ndim and array.strides[-1] == array.itemsize and array.shape[-1] * array.itemsize % 8 == 0)
 
 

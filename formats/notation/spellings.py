@@ -24,6 +24,7 @@ from reshard.formats.notation.architecture import (
     filled,
     numbers_in,
     with_first_indices,
+    without_numbers,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import components
@@ -154,6 +155,7 @@ class Spellings:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
         format = format_of("transformers").of(config)
         self._modules, self._published = format.rules, in_published().of(config).rules
+        self._of_form: dict[Hashable, list[str] | None] = {}
         is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
         self._is_known = not is_bare and bool(self._modules.lines or self._published.lines)
 
@@ -228,6 +230,16 @@ class Spellings:
         """The name of a tensor in published checkpoints of its type and class; None if it is not known, or if it is one
         of several there.
         """
+        form, numbers = self._architecture.form(name)
+        if form not in self._of_form:  # there may be half a million names, of few forms
+            found = self._published_name(name)
+            if found is not None and self._architecture.form(found)[1] != numbers:
+                return found
+            self._of_form[form] = None if found is None else without_numbers(found, "\0").split("\0")
+        words = self._of_form[form]
+        return None if words is None else words[0] + "".join(map("".join, zip(numbers, words[1:], strict=True)))
+
+    def _published_name(self, name: str) -> str | None:
         module, _, leaf = name.rpartition(".")
         name = (self._of_module(name) or (name, name))[1]
         if not self._is_known or self.is_joined(name):

@@ -64,7 +64,7 @@ def split(request: SplitRequest) -> Summary:
         chosen = tuple(rank for rank in request.ranks.of(plan.mesh.size) if rank not in present)
     elif request.ranks is not None:
         chosen = plan.mesh.check_ranks(request.ranks, "ranks")
-    more: dict[str, Any] = {"max_shard_size": request.max_shard_size}
+    more: dict[str, Any] = {"max_shard_size": request.max_shard_size, "names": request.names}
     if chosen is not None and format is OWN and began.bucket is None:
         more |= {"ranks": chosen, "added_to": began.folder}
     new = Output(opened, plan, format, **more)

@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, are_states, known_forms, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -234,13 +234,15 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
             model, twice = _bound(folder, architecture, config, tensors)
         if not is_part:
             check_complete(model, path)
-        if may_be_spelled and _is_joined(model) and (spelled := _in_modules(folder, checkpoint, like)) is not None:
+        is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
+        if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
     except (CheckpointError, NoRuleError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
             refuse_lora(path, map(without_wrappers, checkpoint.tensors))
+            check_spelling(path, checkpoint.tensors, Spellings(architecture, config))
         raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)
@@ -280,12 +282,6 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
-
-
-def _is_joined(model: Model) -> bool:
-    """Whether experts lie in one tensor, which transformers' modules make of several."""
-    stacks = {kind.template for kind in model.kinds if kind.axes & model.architecture.expert_axes and not kind.places}
-    return bool(stacks) and not stacks.isdisjoint(Spellings(model.architecture, model.config).of_modules)
 
 
 def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> Source | None:

@@ -1,4 +1,6 @@
-"""What a release would upload: a wheel and a source archive, built and tried without the checkout. Nothing is uploaded.
+"""The files that a release would upload: a wheel and a source archive, built and tried without the checkout.
+
+Nothing is uploaded.
 
     python -m tools.release PYTHON [PYTHON ...]
 

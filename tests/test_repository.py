@@ -1,4 +1,4 @@
-"""What stands around the code: workflows, templates, the Makefile, and what a release has.
+"""The files around the code: workflows, templates, the Makefile, pyproject.toml.
 
 The workflows run at GitHub alone. Here they are held against ``.ci/run``, the Makefile and pyproject.toml.
 """
@@ -34,7 +34,7 @@ def commands(job: dict[str, Any]) -> list[str]:
 
 
 def pythons() -> list[str]:
-    """Those that pyproject.toml names, the oldest first."""
+    """The versions that pyproject.toml names, the oldest first."""
     named = re.findall(r"Programming Language :: Python :: (\d+\.\d+)", "\n".join(PROJECT["classifiers"]))
     return sorted(named, key=lambda version: [*map(int, version.split("."))])
 

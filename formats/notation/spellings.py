@@ -161,7 +161,7 @@ class Spellings:
 
     @cached_property
     def _joined(self) -> frozenset[str]:
-        """What modules make of several tensors, or of a part of one: the names there, and the architecture's lines."""
+        """Tensors that modules make of several, or of a part of one: their names, and the architecture's lines."""
         names = {tensor.name for tensor in self._tensors if not tensor.is_whole}
         matches = map(self._architecture.match, map(with_first_indices, names))
         return frozenset({*names, *(match.template for match in matches if match is not None)})

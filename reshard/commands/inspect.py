@@ -53,15 +53,14 @@ from reshard.text import Result, human_bytes, plural
 class Report(Result):
     """A description of a path. True if it is a complete checkpoint.
 
-    ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, or
-    of
-    ``everything`` (``parameters_are_of``); none of shards that cannot be opened and have no manifest. ``loaded_by``:
-    the
-    program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
-    three
-    are None for reshard's own format. ``problems``: why it is not complete, or is not what it claims to be.
-    ``refused``:
-    why split would refuse the folder, though nothing is missing in it.
+    ``nbytes``: the size of the weight files.
+    ``parameters``: the number of elements of the full ``model``, or of ``everything`` (``parameters_are_of``).
+    ``dtypes``: these elements by dtype; none of shards that cannot be opened and have no manifest.
+    ``loaded_by``: the program whose format it is; None, as the next two, for reshard's own format.
+    ``load``: the command that loads it.
+    ``has_manifest``: whether reshard wrote it.
+    ``problems``: why it is not complete, or is not what it claims to be.
+    ``refused``: why split would refuse the folder, though nothing is missing in it.
     """
 
     path: FilePath

@@ -12,6 +12,7 @@ prints. Every error is a ``ReshardError``.
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -71,6 +72,12 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    module = import_module(_PLACES[name])
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would go through all that torch made, several times
+    try:
+        module = import_module(_PLACES[name])
+    finally:
+        if was_enabled:
+            gc.enable()
     value = globals()[name] = module if name == "live" else getattr(module, name)
     return value

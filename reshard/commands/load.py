@@ -93,7 +93,7 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[str, torch.Tensor], None]) -> None:
     """Load tensors, in a few threads; ``take`` is called with each when it is complete."""
     jobs, options = tuple(jobs), Options()
-    memory = {name: np.empty(tensor_bytes(name, *kind), np.uint8) for name, kind in kinds.items()}
+    memory = _memory({name: tensor_bytes(name, *kind) for name, kind in kinds.items()})
     missing = {name: data.size for name, data in memory.items()}
     steps = Steps(jobs, options.sizes)
     drawn = Shared(group for group in steps.left(range(len(jobs)), ()))
@@ -114,6 +114,25 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
 
     add([(name, 0) for name, size in missing.items() if size == 0])
     work_together(max(1, min(options.threads, sum(missing.values()) // options.sizes.step)), carry_out, add)
+
+
+_TOGETHER = 64 << 20
+"""Tensors of up to so many bytes share an array, which lives as long as one of them: numpy asks for huge pages only
+from 4 MB on, and to clear small ones takes longer than to read what goes into them.
+"""
+
+
+def _memory(sizes: Mapping[str, int]) -> dict[str, Bytes]:
+    """Memory for tensors of these sizes, by name."""
+    groups, nbytes = list[dict[str, slice]](), 0
+    for name, size in sizes.items():
+        if not groups or nbytes + size > _TOGETHER:
+            groups.append({})
+            nbytes = 0
+        groups[-1][name] = slice(nbytes, nbytes + size)
+        nbytes += -(-size // 64) * 64
+    arrays = (np.empty(max(place.stop for place in group.values()), np.uint8) for group in groups)
+    return {name: array[at] for array, group in zip(arrays, groups, strict=True) for name, at in group.items()}
 
 
 def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:

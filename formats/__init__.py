@@ -1,1 +1,1 @@
-"""What a checkpoint is: the notation of shapes, the architectures, and the files on disk."""
+"""Checkpoints as they are: the notation of shapes, the architectures, and the files on disk."""

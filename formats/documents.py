@@ -1,5 +1,4 @@
-"""Documents that are read from outside (config, index, manifest, shard metadata), checked at once against what they
-should be.
+"""Documents from outside (config, index, manifest, shard metadata), checked at once against their description.
 
 A description is a *reader*: a function that takes a value and its place in the document, and gives back what the code
 goes on with, or raises ``Unfit`` that names the place. Readers are put together: ``mapping(text)``, ``optional(size)``,
@@ -23,7 +22,7 @@ T = TypeVar("T")
 Reader = Callable[[object, str], T]
 
 LARGEST = 2**63 - 1
-"""The largest size, count or offset: what a file format and the operating system can express."""
+"""The largest size, count or offset that a file format and the operating system can express."""
 LARGEST_FLOAT32 = 3.4028234663852886e38
 LONGEST_NUMBER = 1024
 """Bits of an integer that is no size; as large as a float."""
@@ -38,7 +37,7 @@ headers of all source files.
 
 
 class Unfit(ValueError):  # noqa: N818  # it never leaves as it is
-    """A value of a document is wrong. One line: the field, what was expected, what is there."""
+    """A wrong value in a document. One line: the field, the expected value, and the value that is there."""
 
 
 # -------------------------------------------------------------------------------------------------------- documents
@@ -63,7 +62,9 @@ def strict_json(text: str) -> Any:
 def read_document(
     path: FilePath, limit: int, reader: Reader[T], *, hint: str | None = None, parse: Callable[[str], Any] = strict_json
 ) -> tuple[bytes, T]:
-    """A file of JSON as it is, and what ``reader`` makes of it. Raises CheckpointError that names the file."""
+    """Read a JSON file: its document, and the result of ``reader`` for it. Raises CheckpointError that names
+    the file.
+    """
     raw = read_file(path, limit)
     try:
         return raw, reader(sound(parse(raw.decode("utf-8-sig"))), "")
@@ -84,7 +85,7 @@ def json_bytes(document: Any, *, indent: int | None = 2) -> bytes:
 
 
 def sound(document: T) -> T:
-    """The same document, unless it is nested so deeply, or has a number of so many digits, that to go on would fail.
+    """Return the same document, unless it is nested too deeply, or has a number of too many digits.
 
     Raises ``ValueError``.
     """
@@ -182,7 +183,7 @@ def json_object(value: object, where: str) -> dict[str, Any]:
 
 
 def optional(reader: Reader[T]) -> Reader[T | None]:
-    """What ``reader`` reads, or null."""
+    """Return a reader of null, or of anything that ``reader`` reads."""
     return lambda value, where: None if value is None else reader(value, where)
 
 
@@ -218,14 +219,14 @@ LONGEST_NAME = 255
 
 @lru_cache(maxsize=4096)  # many chunks are in few files
 def is_inside(name: str) -> bool:
-    """Whether a name with ``/`` can be that of something below the folder that it is relative to."""
+    """Whether a relative name stays inside its folder, and its parts can be names of files."""
     path = PurePosixPath(name)
     can_be = all(len(part.encode("utf-8", "surrogatepass")) <= LONGEST_NAME for part in path.parts) and "\0" not in name
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and can_be
 
 
 def notation(parse: Callable[[str], T], what: str = "a text", kinds: tuple[type, ...] = (str,)) -> Reader[T]:
-    """What ``parse`` makes of a string, or of a number as one. A NotationError then names the place."""
+    """Return a reader that gives a string, or a number as a string, to ``parse``. Its NotationError names the place."""
 
     def read(value: object, where: str) -> T:
         if not isinstance(value, kinds):
@@ -289,7 +290,7 @@ READERS: dict[Any, Reader[Any]] = {
 }  # fmt: skip
 """The readers of values, by their types. Whoever has other types of values adds theirs."""
 WRITERS: dict[Any, Callable[[Any], object]] = {}
-"""What stands in a document for a value of a type that is read from a text."""
+"""For each type that is read from a text: the function that turns a value back into what a document holds."""
 
 
 def structure(kind: Callable[..., T], table: Record, **values: object) -> T:
@@ -315,7 +316,7 @@ def reader_of(kind: Callable[..., T]) -> Reader[T]:
 
 
 def document_of(value: Any) -> Any:
-    """What ``structure`` makes the dataclass from. A field that has its default is left out."""
+    """Return the JSON document from which ``structure`` makes this value, without fields that have their default."""
     if isinstance(value, (tuple, list, frozenset)):
         return [document_of(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, Mapping):

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from reshard.formats.hints import in_python
 
 LONGEST_WORD = 300
-"""Characters of a message without a space between them: a name or a path. Of what is longer the middle is left out."""
+"""The most characters of a message without a space between them, as in a name or a path. The middle of longer ones is
+left out.
+"""
 LONGEST_LINE = 900
 """Characters of a message."""
 
@@ -26,7 +28,7 @@ class ReshardError(Exception):
     """
 
     names_options: ClassVar[bool] = False
-    """Whether this process is the command line, whose errors keep the options."""
+    """Whether errors name options (``--tp``): true in the process of the command line, false in Python."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         words: Callable[[str], str] = str if self.names_options else in_python
@@ -70,7 +72,8 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text as it may leave the program: no secrets of URLs, and what a terminal would obey or cannot show escaped.
+    """Return the text without secrets of URLs, and with escapes for characters that a terminal would obey or cannot
+    show.
 
     Line ends are kept.
     """
@@ -125,7 +128,7 @@ _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def _shortened(text: str, length: int) -> str:
-    """Text of at most so many characters: of a longer one the beginning, and an end half as long."""
+    """Shorten a text to at most ``length`` characters: its beginning, and an end half as long."""
     tail = length // 3
     return text if len(text) <= length else f"{text[: length - tail - 1]}…{text[-tail:]}"
 
@@ -156,14 +159,14 @@ class Refusal:
     advice: str | None = None
 
     def message(self, call: Callable[[str, object], str] = setting_text) -> str:
-        """What is refused and why; ``call`` says how a field with a value is called."""
+        """Return the sentence that names the refused setting and the reason. ``call`` writes a field with its value."""
         settings = " ".join(call(*setting) for setting in self.beside.items()) or (
             self.format and f"the format '{self.format}'"
         )
         return f"{call(self.name, self.value)} is not possible{f' with {settings}' if settings else ''}: {self.why}"
 
     def hint(self, call: Callable[[str, object], str] = setting_text) -> str | None:
-        """What to do about it."""
+        """Return the valid degrees, the settings to give instead, and the advice; None if there are none."""
         ways = ", or ".join(" ".join(call(*setting) for setting in settings.items()) for settings in self.instead)
         if self.valid:
             ways = f"valid degrees: {', '.join(map(str, self.valid))}{', or ' if ways else ''}{ways}"
@@ -196,7 +199,7 @@ def require(what: str, *packages: str) -> None:
 
 
 def require_transformers(what: str, *packages: str) -> None:
-    """Raise PlanError if what runs or builds a model of transformers' is not installed; ``what`` needs it.
+    """Raise PlanError if a package is missing that runs or builds transformers' models, which ``what`` needs.
 
     ``packages`` are further packages that are needed with it.
     """

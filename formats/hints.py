@@ -1,5 +1,5 @@
-"""What is meant by a word that is not known here: the nearest known one, a synonym of one, or another tool's task; and
-options and commands in the words of Python.
+"""Hints for unknown words: the nearest known word, a synonym, or the tool that does such a task; and the names of
+options and commands in Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORDS = {
     "profile": "benchmark",
 }
 SYNONYMS = {word: meant for meant, words in _WORDS.items() for word in words.split()}
-"""A word of other tools, and what has its meaning here. Dashes before a word, and capitals, make no difference."""
+"""Words of other tools, each with reshard's word for it. Leading dashes and capitals make no difference."""
 
 _QUANTIZE = "'reshard split --quantize fp8-block' does, to fp8; for another form llm-compressor does, say"
 _HUB = "'hf upload ORG/NAME OUT' puts a folder on the Hub"
@@ -58,22 +58,22 @@ _ADVICE = {
     _OUT: "out output output-dir o",
 }
 ELSEWHERE = {word: advice for advice, words in _ADVICE.items() for word in words.split()}
-"""What a word asks for, where no word of reshard has its meaning."""
+"""Advice for words that ask for something that reshard does not do."""
 
 
 def synonym(word: str) -> str:
-    """What has the meaning of a word here; the word itself, if the table does not have it."""
+    """Return reshard's word for a synonym; an unknown word is returned as it is."""
     return SYNONYMS.get(_key(word), word)
 
 
 def meaning(word: str, words: Iterable[str]) -> str:
-    """``did you mean '--as'?``, or what else does it; nothing, if neither table has the word."""
+    """``did you mean '--as'?``, or the tool that does such a task; "" if neither table has the word."""
     match = {_key(candidate): candidate for candidate in words}.get(_key(synonym(word)))
     return f"did you mean '{match}'?" if match is not None else ELSEWHERE.get(_key(word), "")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """What a word means; else the known words that are written nearly so, if there are any."""
+    """Return a hint with a word's meaning, or else with the known words of similar spelling; "" if there are none."""
     by_key = {_key(candidate): candidate for candidate in words}
     near = difflib.get_close_matches(_key(word), by_key, n=3, cutoff=0.6)
     similar = f"did you mean {' or '.join(repr(by_key[candidate]) for candidate in near)}?" if near else ""
@@ -149,7 +149,7 @@ def _argument(typed: re.Match[str]) -> str:
 
 
 def typed(name: str, value: object, options: Mapping[str, str] = MappingProxyType({})) -> str:
-    """How a field of a request with a value is given on the command line: ``--tp 4``."""
+    """Return a field of a request and its value as one types them on the command line: ``--tp 4``."""
     other = next((option for option, field in _RENAMED.items() if field == name), name.replace("_", "-"))
     flag = options.get(name, f"--{'no-' if value is False else ''}{other}")
     if value is None or isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""How ``huggingface_hub`` lays out files on the disk, which it does not document: a new layout breaks this file alone.
+"""The layout of ``huggingface_hub``'s files on the disk. It is not documented: a new layout breaks this file alone.
 
-``tests/formats/test_internals.py`` makes both with the library.
+``tests/formats/test_internals.py`` makes both layouts, of the cache and of a download folder, with the library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from reshard.formats.store import read_file
 _BLOBS = "blobs"
 """The folder of the cache in which each file is named after its content (its etag)."""
 _DOWNLOADS = ".cache/huggingface/download"
-"""Where ``hf download --local-dir`` keeps commit, etag and time of each file (huggingface_hub, _local_folder.py)."""
+"""The folder in which ``hf download --local-dir`` keeps each file's commit, etag and time (its _local_folder.py)."""
 _MAX_METADATA = 10_000
 """Bytes of such a file."""
 
 
 def etag_of(path: Path, name: str, mtime: float) -> str | None:
-    """What names the content of a file of the cache, or of a download folder if it has not been changed since.
+    """Return the etag of a file of the cache, or of a download folder if the file has not changed since; None if
+    unknown.
 
-    ``name`` is what it is called relative to its folder, ``mtime`` when it was changed, in seconds.
+    ``name`` is relative to the checkpoint's folder; ``mtime`` is when the file was last changed, in seconds.
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     if target != path and target.parent.name == _BLOBS:

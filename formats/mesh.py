@@ -88,7 +88,7 @@ class Mesh:
         return tuple(other for other in range(self.size) if places[other] == places[rank])
 
     def varying(self, contents: Sequence[object]) -> frozenset[str]:
-        """The ``dimensions`` along which ranks have different things; ``contents`` is what each rank has."""
+        """Return the dimensions along which ranks have different ``contents`` (one for each rank)."""
         dimensions = set()
         for name in self.dimensions:
             first: dict[tuple[int, ...], object] = {}

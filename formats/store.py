@@ -1,10 +1,10 @@
-"""Where files are, and the door through which they are read.
+"""Paths to checkpoints, and the one door through which all files are read.
 
 A checkpoint lies in a folder of this machine (``Path``), or in a ``Store``, whose files are listed and read by ranges.
 A ``StoredPath`` names a file or a folder of a store, and does what is needed of a ``Path``.
 
-Of this machine regular files alone are read, of a size that is sane for what they should be. A pipe would wait for a
-writer, a device has no end, and a folder is no file; a link is followed to what it leads to.
+On this machine only regular files are read, up to a size that is sane for their kind: a pipe would wait for a writer,
+and a device has no end. A link is followed to its file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, BinaryIO, NamedTuple, Protocol, cast
 from reshard.formats.errors import CheckpointError, redacted
 
 NEAR = 1 << 14
-"""Up to so many bytes between two ranges are read with them, because one more request would cost more."""
+"""The most bytes between two ranges that are read with them, because one more request would cost more."""
 
 Range = tuple[int, int]
 """The first byte of a range, and the one behind its last."""
@@ -40,7 +40,7 @@ _KINDS = {
 
 
 class Stat(NamedTuple):
-    """A stored file: its size in bytes, and what names its content.
+    """A stored file: its size in bytes, and a text that names its content.
 
     ``made_of`` names what it is computed from on this machine, and is equal nowhere else.
     """
@@ -71,7 +71,7 @@ class Store(ABC):
 
     @abstractmethod
     def local(self, file: str) -> Path | None:
-        """Where a file is on this machine; None if it is read by ranges."""
+        """Return the path of a file that is on this machine; None if the file is read by ranges."""
 
     @abstractmethod
     def read(self, ranges: Sequence[tuple[str, int, int]]) -> Sequence[bytes]:
@@ -96,12 +96,12 @@ class StoredPath:
     inner: str = ""
 
     def __truediv__(self, name: str | PurePosixPath) -> StoredPath:
-        """What lies in this folder under a name, or under several with ``/``."""
+        """Return the path of a file or folder below this one; ``name`` may have several parts with ``/``."""
         joined = os.path.normpath(PurePosixPath(self.inner, name).as_posix())
         return StoredPath(self.store, "" if joined == "." else joined)
 
     def __str__(self) -> str:
-        """What messages call it."""
+        """Return the path as messages show it."""
         return f"{self.store.name}/{self.inner}" if self.inner else self.store.name
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class StoredPath:
         return self.store.stats[self.inner]
 
     def iterdir(self) -> Iterator[StoredPath]:
-        """What lies in this folder."""
+        """Iterate over the files and folders in this folder."""
         return (self / name for name in self.store.folders.get(self.inner, ()))
 
     def glob(self, pattern: str) -> Iterator[StoredPath]:
@@ -157,7 +157,7 @@ FilePath = Path | StoredPath
 
 
 def local_path(path: FilePath) -> Path | None:
-    """Where a file, or the folder of a whole store, is on this machine; None if it is not."""
+    """Return the path on this machine of a file, or of a whole store's folder; None if it is elsewhere."""
     if isinstance(path, Path):
         return path
     return path.store.local(path.inner) if path.inner else path.store.folder
@@ -179,7 +179,7 @@ def name_in(path: FilePath, folder: FilePath) -> str:
 
 
 def is_in(path: FilePath, folder: FilePath) -> bool:
-    """Whether a file or folder lies in a folder, or is it."""
+    """Whether a path is a folder, or lies below it."""
     if isinstance(path, StoredPath):
         at_store = isinstance(folder, StoredPath) and folder.store is path.store
         return at_store and PurePosixPath(path.inner).is_relative_to(cast(StoredPath, folder).inner)
@@ -192,18 +192,18 @@ def sorted_paths(paths: Iterable[FilePath]) -> list[FilePath]:
 
 
 def glob(folder: FilePath, pattern: str) -> list[FilePath]:
-    """What lies below a folder under names like ``pattern`` (``*.safetensors``, ``rank-*/*.json``), in order."""
+    """Return the sorted paths below a folder that match ``pattern`` (``*.safetensors``, ``rank-*/*.json``)."""
     return sorted_paths([*folder.glob(pattern)])
 
 
 def location_of(path: FilePath) -> str:
-    """Where a checkpoint is: the Hub's id, a URL without secrets, or the path of a folder."""
+    """Return the location of a checkpoint: the Hub's id, a URL without secrets, or the path of a folder."""
     return path.store.location if isinstance(path, StoredPath) else os.path.realpath(path)
 
 
 def public_name(path: FilePath) -> str:
-    """What outputs call a checkpoint: as ``location_of``, but of a folder only its name, because outputs are published
-    and its path is private.
+    """Return the name of a checkpoint for outputs, which are published: its location or, as paths are private, only the
+    name of its folder.
     """
     return str(path) if isinstance(path, StoredPath) else Path(os.path.realpath(path)).name
 
@@ -221,7 +221,7 @@ def walk(folder: FilePath) -> Iterator[tuple[FilePath, list[str], list[str]]]:
 
 
 def open_file(path: FilePath) -> BinaryIO:
-    """Open a regular file for reading. Raises CheckpointError for what is none, and for what cannot be opened."""
+    """Open a regular file for reading. Raises CheckpointError for anything else, and if it cannot be opened."""
     local = local_path(path)
     if local is None:
         stored = cast(StoredPath, path)
@@ -250,7 +250,7 @@ class Unchanging(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the file."""
 
     def check_unchanged(self) -> None:
         """Raise MismatchError if it is in another."""
@@ -264,7 +264,7 @@ def opened(file: Unchanging) -> BinaryIO:
 
 
 def prefetch(file: IO[bytes], ranges: Iterable[Range]) -> None:
-    """Of an open file that is not on this machine, read ranges together that will be read one by one."""
+    """Read ranges together that will soon be read one by one. Does nothing for a file on this machine."""
     if isinstance(raw := getattr(file, "raw", None), RangeFile):
         raw.prefetch(ranges)
 
@@ -336,7 +336,7 @@ def read_into(path: FilePath, descriptor: int, begin: int, view: memoryview) -> 
 
 
 def unreadable(path: FilePath, error: OSError) -> CheckpointError:
-    """What the operating system says of a file that cannot be read."""
+    """Return the error for a file that cannot be read, in the operating system's words."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")
 
 
@@ -370,7 +370,7 @@ class RangeFile(io.RawIOBase):
         return at
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Read what is in the file of some ranges, and keep it."""
+        """Read those of the ranges that lie in the file, and keep them."""
         inside = ((max(0, begin), min(end, self._size)) for begin, end in ranges)
         new = [*joined((part for part in inside if part[0] < part[1] and self._find(*part) is None), NEAR)]
         self._kept = sorted([*self._kept, *zip(new, self._read_ranges(new), strict=True)])

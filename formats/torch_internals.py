@@ -1,4 +1,4 @@
-"""What is used of torch that is not documented, with the versions that it was tried with; its dtypes by name."""
+"""Undocumented parts of torch that are used, with the versions that were tried; torch's dtypes by name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def bytes_in(tensor: Tensor) -> Tensor:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of a module itself, by name. What is put in takes the old one's place, unregistered as it is."""
+    """The parameters of a module itself, by name. A value put in takes the old one's place, without registering it."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module itself, by name. What is put in takes the old one's place."""
+    """The buffers of a module itself, by name. A value put in takes the old one's place."""
     return module._buffers
 
 
@@ -59,9 +59,10 @@ def collective_of(frame: FrameType) -> str | None:
 
 
 def share_memory(memory: Tensor) -> list[Any]:
-    """What another process that sees the same GPU opens a tensor's memory by, once: numbers, texts and None, for JSON.
+    """Return a handle (numbers, texts and None, for JSON) with which one process on the same GPU can open a tensor's
+    memory.
 
-    CUDA's and ROCm's IPC. The memory must be there for as long as the other process uses it.
+    It is the IPC of CUDA and ROCm. The handle works once; the memory must stay until the other process is done with it.
     """
     handle: tuple[Any, ...] = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return [each.hex() if isinstance(each, bytes) else each for each in handle]
@@ -76,5 +77,5 @@ def shared_memory(handle: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective gave up waiting: no class of error says it, and gloo and NCCL word it differently."""
+    """Whether an error is a collective's timeout. No class of error says so; gloo and NCCL have different words."""
     return any(words in str(error).lower() for words in ("timed out", "timeout"))

@@ -1,6 +1,6 @@
-"""What is used of transformers that it does not document: a new release that moves any of it breaks this file alone.
+"""Undocumented parts of transformers that are used: a release that moves any of them breaks this file alone.
 
-Its rules of conversion say which tensors and settings of a checkpoint its own modules have. Needs transformers.
+Its conversion rules say which tensors and settings of a checkpoint its own modules have. Needs transformers.
 ``tests/formats/test_internals.py`` names every symbol.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def is_auto(cls: Any) -> bool:
-    """Whether this is one of the ``AutoModel`` classes, which stand for the class of a config."""
+    """Whether a class is one of the ``AutoModel`` classes, which choose a class by the config."""
     return hasattr(cls, "_model_mapping")
 
 
@@ -89,7 +89,9 @@ class ModelTensor:
 
 
 def placements(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ModelTensor]:
-    """What tensors on disk of these shapes become in a model, by transformers' own rules of conversion."""
+    """Return the model's tensors, each with the stored tensors of these shapes that transformers' conversion makes it
+    from.
+    """
     state = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
-"""Those of torch.compile, activation checkpointing, FSDP and Lightning."""
+"""Words of torch.compile, activation checkpointing, FSDP and Lightning."""
 _WRAPPERS = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPERS)})\.")
 
 
@@ -15,5 +15,5 @@ def without_wrappers(name: str) -> str:
 
 
 def has_wrappers(name: str) -> bool:
-    """Whether a parameter's name has a word of a wrapper's."""
+    """Whether a parameter's name has the word of a wrapper."""
     return "_m" in name and _WRAPPERS.search(name) is not None

@@ -50,7 +50,7 @@ _PLACES = {
     "ReshardError": "reshard.formats.errors",
     "Target": "reshard.live.meshes",
 }
-"""Where each name is. It is imported when it is first asked for: the command line must start at once."""
+"""The module of each name. It is imported when it is first asked for: the command line must start at once."""
 __all__ = sorted(_PLACES)
 
 

@@ -1,4 +1,4 @@
-"""``python -m reshard``, and what the installed command runs."""
+"""The entry point of ``python -m reshard`` and of the installed command."""
 
 import atexit
 import gc

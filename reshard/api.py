@@ -1,4 +1,4 @@
-"""The Python API: what the commands call. ``verify/api.py`` has the part that needs ``verify``."""
+"""The Python API: the functions that the commands call. ``verify/api.py`` has those that need ``verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What depends on the machine: errors of the disk, processes, and the share of the work that a launcher gives."""
+"""Everything that depends on the machine: errors of the disk, processes, and the share of the work that a launcher
+gives.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class Share:
         return cls(int(match[1]), int(match[2]))
 
     def of(self, number: int) -> range:
-        """This process's part of so many pieces of work: neighbours; empty if there are more processes than pieces."""
+        """Return this process's share of ``number`` items of work: neighbours; empty if there are more processes than
+        items.
+        """
         return range(number * self.index // self.count, number * (self.index + 1) // self.count)
 
     def of_sizes(self, sizes: Sequence[int]) -> frozenset[int]:
@@ -136,7 +140,9 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str = "", hint: str = "write to another disk") -> None:
-    """Raise CheckpointError if the disk has less free space than ``needed`` bytes. It says for ``what``."""
+    """Raise CheckpointError if the disk has less free space than ``needed`` bytes. The error names ``what``
+    needs them.
+    """
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if needed > free:
         place = f"{folder}: not enough space for {what}" if what else str(folder)

@@ -11,7 +11,9 @@ from reshard.formats.errors import MismatchError, one_line, printable
 
 
 class Result:
-    """What a command of the Python API returns: ``str`` is what the command prints, ``repr`` is one line of it."""
+    """The result of a command of the Python API: ``str`` is the text that the command prints, ``repr`` is one line of
+    it.
+    """
 
     @property
     def headline(self) -> str:
@@ -19,7 +21,7 @@ class Result:
         raise NotImplementedError
 
     def to_text(self, width: int | None = None) -> str:
-        """What the command prints, in at most ``width`` columns where a table can be made narrower."""
+        """Return the text that the command prints. Tables are made narrower to fit ``width`` columns if possible."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -39,8 +39,8 @@ from tests.support import change_tensor, command, contents
 OF_THE_TERMINAL = {"as_json", "report", "debug"}
 """What says how a command prints, and no function takes."""
 MORE = {
-    "split": {"progress", "quiet"},
-    "merge": {"progress", "quiet", "into"},
+    "split": {"moves", "progress", "quiet"},
+    "merge": {"into", "moves", "progress", "quiet"},
     "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver", "link"},
     "verify": {"quiet", "dry_run"},
 }

@@ -92,7 +92,7 @@ def test_names_are_completed() -> None:
         ("split a b --tp", "Option '--tp' requires an argument", "see 'reshard split --help'"),
         ("split model b --tp 0", "--tp 0 is not possible", "see 'reshard split --help'"),
         ("live plan model --from fsdp:8 --to vllm:tp4", "'fsdp:8': no program is called 'fsdp'", "did you mean fsdp2?"),
-        ("live plan model --from fsdp2:8 --to vllm:4", "'vllm:4': vllm is no trainer", "did you mean vllm:tp4?"),
+        ("live plan model --from fsdp2:8 --to vllm:4", "'vllm:4': vllm is not a trainer", "did you mean vllm:tp4?"),
         ("split S3://a/b c --tp 2", "no such folder: S3://a/b", "write s3:// in small letters"),
         ("split a b --as gguf", "unknown format 'gguf'", "convert_hf_to_gguf.py of llama.cpp"),
         ("split a b --as vLLM", "unknown format 'vLLM'", "did you mean 'vllm'? known formats: "),
@@ -163,7 +163,7 @@ def test_exchanged_arguments_of_verify_are_compared_and_said_to_be(tmp_path: Pat
     for form in ((), ("--as", "vllm")):
         assert command("split", "model", "out", "--tp", "2", *form, "--overwrite", cwd=tmp_path).returncode == 0
         done = command("verify", "out", "model", "--exact-only", cwd=tmp_path)
-        assert done.returncode == 0 and "the original as a merge of it puts it together; no forward" in done.stdout
+        assert done.returncode == 0 and "the original, put together by reshard's merge; no forward pass" in done.stdout
 
 
 # ------------------------------------------------------------------------------------------------------------ in Python

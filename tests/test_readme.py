@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -28,15 +28,16 @@ from reshard.formats.notation.format_file import Factor, adapter_format, adapter
 from tests import remote, support, zoo
 from tests.marks import of_ranks, thorough
 from tools.api_text import api_text, live_text
+from tools.versions import versions_text
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README, REFERENCE = ROOT / "README.md", DOCS / "reference"
 TUTORIAL, VERIFICATION = DOCS / "tutorial.md", DOCS / "explanation" / "verification.md"
-ADAPTERS = DOCS / "how-to" / "adapters.md"
+ADAPTERS, ERRORS = (DOCS / "how-to" / f"{name}.md" for name in ("adapters", "errors"))
 WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
-PYTHON, JSON, MANIFEST = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest"))
+PYTHON, JSON, MANIFEST, VERSIONS = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest", "versions"))
 MOST_WORDS = 20_000
 BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "benchmarks/README.md")]
 PAGES = [README, *BESIDE, *sorted(DOCS.rglob("*.md"))]
@@ -145,6 +146,11 @@ class Terminal:
         shown = "\n".join(f"$ {line}\n{self.run(line, code=code, errors=errors)}" for line in lines)
         return f"```console\n{shown}```\n"
 
+    def refusals(self, setup: str, lines: Iterable[str]) -> str:
+        """A block of commands that are refused, after one that is not shown."""
+        self.run(setup)
+        return self.console(*lines, code=2, errors=True)
+
     def after(self, before: str, line: str) -> str:
         """A block of a command, after another that is not shown."""
         self.run(f"{sys.executable} -m {before}")
@@ -159,6 +165,39 @@ class Terminal:
         ]
         assert len(printed) == len(starts), printed
         return "\n".join(["```console", f"$ {line}", *printed, "```", ""])
+
+
+REFUSED = {
+    "refused": (
+        "true",
+        [
+            "reshard split model new --tp 3",
+            "reshard split mdel new --tp 2",
+            "reshard split model out --tp 2",
+            "reshard split model new --tensor-parallel-size 2",
+            "reshard split model out2 --tp 2 --rank 9",
+        ],
+    ),
+    "incomplete": (
+        "cp -r out lost && rm -r lost/rank-02-of-04 && cp -r model cut && rm cut/model-00002-of-00002.safetensors && "
+        "cp -r model short && truncate -s -1000 short/model-00002-of-00002.safetensors",
+        [
+            "reshard merge lost new",
+            "reshard split cut new --tp 2",
+            "reshard split short new --tp 2",
+            "reshard verify model lost --exact-only",
+        ],
+    ),
+    "unfit": (
+        "true",
+        [
+            "reshard split run new --tp 2",
+            "reshard split model new --tp 2 --as deepseek",
+            "reshard split strange new --tp 2",
+        ],
+    ),
+}
+"""Commands that are refused, by the part of the page; before them, one that is not shown."""
 
 
 def adapter_table() -> str:
@@ -207,6 +246,8 @@ def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
     yield ARCHITECTURES, "models", lambda: show("reshard models phi3")
     yield FORMATS, "formats", lambda: show("reshard formats")
     yield ADAPTERS, "adapters", adapter_table
+    for part, (setup, lines) in REFUSED.items():
+        yield ERRORS, part, lambda setup=setup, lines=lines: inside.refusals(setup, lines)
 
 
 def still(text: str) -> str:
@@ -244,7 +285,7 @@ def test_pages_show_the_same_run_of_a_command() -> None:
     """Numbers of rounding differ from run to run, but not on two pages."""
     shown = block(VERIFICATION.read_text(), "verify")
     assert block(TUTORIAL.read_text(), "verify") == shown, "run make docs"
-    ratio = re.search(r"exceeds (\S+) times", block(README.read_text(), "proof"))
+    ratio = re.search(r"has (\S+) times", block(README.read_text(), "proof"))
     assert ratio is not None and ratio[0] in shown
 
 
@@ -258,6 +299,10 @@ def test_examples_show_what_is_printed(tmp_path: Path) -> None:
 def test_the_api_is_in_the_page() -> None:
     assert block(PYTHON.read_text(), "api") == api_text(), "run make docs"
     assert block(PYTHON.read_text(), "live") == live_text(), "run make docs"
+
+
+def test_versions_are_those_that_are_recorded() -> None:
+    assert block(VERSIONS.read_text(), "versions") == versions_text(), "run make docs"
 
 
 def test_each_argument_of_a_function_is_in_the_page() -> None:
@@ -280,7 +325,7 @@ def test_each_argument_of_a_function_is_in_the_page() -> None:
 
 
 DEMO = {
-    "split": ["split model out --tp 4", "split model other --tp 4 --dry-run", "split out engine --tp 2 --as vllm"],
+    "split": ["split model out --tp 4", "split model other --tp 4 --moves", "split out engine --tp 2 --as vllm"],
     "merge": ["merge out merged"],
     "average": ["average model out mean"],
     "plan": [
@@ -440,6 +485,7 @@ def main() -> None:
             (COMMANDS, "help", usage_text),
             (PYTHON, "api", api_text),
             (PYTHON, "live", live_text),
+            (VERSIONS, "versions", versions_text),
             *examples(Path(folder)),
         ]
         for page, part, content in made:

@@ -48,7 +48,7 @@ def api_text() -> str:
 
 
 def live_text() -> str:
-    """What ``reshard.live`` has, in the order in which one uses it."""
+    """Return the text on ``reshard.live``, in the order in which one uses its names."""
     parts = []
     for name in reshard.live.__all__:
         thing = getattr(reshard.live, name)

@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / "docs" / "explanation" / f"{name}.md" for name in ("speed", "evidence"))
+PAGES = tuple(sorted((ROOT / "docs").rglob("*.md")))
 _TABLE = re.compile(r"<!-- (\S+), by ([^>]*), of ([^>]*) -->\n(?:At (\S+), ([^\n]*)\.\n)?(.*?)<!-- end -->", re.DOTALL)
 
 

@@ -21,7 +21,7 @@ from reshard.verify.forward.noise import LIMIT
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 780
 INK = "#767676"
-"""As far from white as from black: 4.5 to 1."""
+"""The colour of lines and text: its contrast is 4.5 to 1 both on white and on black."""
 RANKS = ("#8ab8f0", "#f2b36b", "#86cfa4", "#d7a3e3")
 """A colour for each rank, on which black text is readable."""
 STYLE = f"""

@@ -50,7 +50,7 @@ from tools.tables import text_of
 
 LEVELS = {"types": 3}
 MEMORY, SECONDS = 16 << 30, 10
-"""What one build may take: a setting of 0 may ask for a table without end."""
+"""Limits of one build, in bytes and seconds: a setting of 0 may ask for an endless table."""
 
 CLASSES = (
     "AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForTextEncoding",
@@ -61,7 +61,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint of a model would hold: its config.json, and name, dtype and shape of each tensor."""
+    """A checkpoint that a model would be saved as: its config.json, and name, dtype and shape of each tensor."""
 
     config: Mapping[str, Any]
     tensors: tuple[FullTensor, ...]
@@ -154,7 +154,7 @@ def published_towers(builds: Sequence[Build]) -> dict[str, Any]:
 
 
 def is_head(line: str, build: Present) -> bool:
-    """Whether a line is of a table behind the layers, which tied weights need not have."""
+    """Whether a line is of a table behind the layers, which a model with tied weights need not have."""
     stage = build.architecture.stage_of(line)
     return build.architecture.is_table(line) and stage is not None and stage.text == "last"
 
@@ -213,7 +213,7 @@ def limited() -> Iterator[None]:
 
 
 def written(model: Any) -> Iterator[Saved]:
-    """What ``save_pretrained`` would write; nothing if transformers cannot write such a model."""
+    """Yield the checkpoint that ``save_pretrained`` would write; nothing if transformers cannot write such a model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(model.all_tied_weights_keys)
@@ -342,7 +342,7 @@ def in_general(builds: Sequence[Set[Dotted]], number: int = 1) -> Iterator[str]:
 
 
 def is_list(builds: Sequence[Set[Dotted]], members: Sequence[Set[int]]) -> bool:
-    """Whether numbers are those of a list, not of modules that differ."""
+    """Whether numbers in names count the members of a list, and do not name modules that differ."""
     if any(each != {*range(len(each))} for each in members) or max(map(len, members)) < 2:
         return False
     of_member: dict[tuple[int, str], set[Dotted]] = defaultdict(set)
@@ -573,7 +573,7 @@ def demanding(line: str, lines: Set[str], roots: Set[str]) -> Iterator[str]:
 
 
 def holds(line: str, module: str, builds: Sequence[Present]) -> bool:
-    """Whether a line stands in each member of a stack that has the module, where the rules do not excuse it."""
+    """Whether each member of a stack that has the module has the line too, unless the rules excuse it."""
     if not any(is_within(each, module) for build in builds for each in build.lines if each != line):
         return False
     return not any(

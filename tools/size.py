@@ -1,4 +1,4 @@
-"""How large the product is, and that it does not grow: ``make check`` fails above the numbers of ``CEILING``.
+"""The size of the product, and its limits: ``make check`` fails above the numbers of ``CEILING``.
 
     python -m tools.size
 

@@ -28,7 +28,7 @@ def text_of(document: Mapping[str, Any], made_with: Mapping[str, str], levels: M
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What is refused, by the reason that users see."""
+    """Group the refused model types by the reason that users see."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, why in sorted(reasons.items()):
         names[why].append(name)

@@ -23,8 +23,8 @@ from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
 from reshard.formats.notation.components import components
-from reshard.formats.notation.format import Rules, Types
-from reshard.formats.notation.format_file import PROGRAMS, format_of, lines_of_types
+from reshard.formats.notation.format import Rules, Types, lines_of_types
+from reshard.formats.notation.format_file import PROGRAMS, format_of
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Kind, Model
@@ -32,7 +32,7 @@ from reshard.placement.arrangement import arrangement_of
 from tools.tables import by_reason, text_of
 
 OUTPUT = PROGRAMS / "transformers.json"
-LEVELS = {"lines": 3, "refused": 2, "beyond": 2}
+LEVELS = {"lines": 3, "published": 3, "refused": 2, "beyond": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
 """Names that a prefix must explain to be a line."""
@@ -41,19 +41,23 @@ Line = dict[str, Any]
 
 
 class NotExpressibleError(Exception):
-    """What a format cannot say."""
+    """A conversion that a format cannot express."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What transformers has of a model: its class, its type, the lines for it, or why there can be none."""
+    """Facts about a model in transformers: its class, its type, the lines for it, or the reason why there can
+    be none.
+    """
 
     name: str
     model_type: str
     lines: Mapping[str, Line] = field(default_factory=dict)
+    published: Mapping[str, Line] = field(default_factory=dict)
+    """Lines for the names in its checkpoints, where they are not those of its architecture file."""
     reason: str | None = None
     beyond: str | None = None
-    """What its modules have and its checkpoints do not: buffers, or second names of tensors."""
+    """Tensors of its modules that its checkpoints lack: buffers, or second names of tensors."""
 
 
 def checkpoint_of(built: Any) -> tuple[dict[str, Any], list[FullTensor]]:
@@ -74,7 +78,7 @@ def bound(built: Any) -> Model:
 
 
 def observe(model_type: str, built: Any) -> Observed:
-    """What transformers makes of a model's tensors."""
+    """Observe how transformers converts a model's tensors."""
     name = type(built).__name__
     try:
         model = bound(built)
@@ -96,7 +100,9 @@ def observe(model_type: str, built: Any) -> Observed:
         }
         if not {*beyond} <= again | {key for key, _ in built.named_buffers()}:
             raise NotExpressibleError(str(why))
-        observed = Observed(name, model_type, {json.dumps(line, sort_keys=True): line for line in lines}, beyond=why)
+        saved = [(pattern, generalized(saved_as, saved_as, pattern)) for saved_as, (pattern, _) in own.items()]
+        published = merged([(to, {"from": [source], "to": to}) for source, to in saved], set())
+        observed = Observed(name, model_type, _by_text(lines), _by_text(published), beyond=why)
         _check(observed, model, built)
         return observed
     except ReshardError as error:
@@ -107,13 +113,17 @@ def observe(model_type: str, built: Any) -> Observed:
 
 def _check(observed: Observed, model: Model, built: Any) -> None:
     """Raise NotExpressibleError unless the lines give the names and shapes of the model itself."""
-    lines = tuple(lines_of_types(document_of([observed])["lines"]))
+    lines = lines_of_types(document_of([observed])["lines"])
     classes = frozenset({observed.name})
     format = replace(format_of("transformers"), rules=Rules(lines, keep=True), types=Types(classes=classes))
     stored = {each.name: each.geometry.shape(0) for each in arrangement_of(make_plan(model, Mesh()), format).stored}
     for name, tensor in built.state_dict().items():
         if stored.get(name) != tuple(tensor.shape) and (name in stored or not observed.beyond):
             raise NotExpressibleError(f"transformers' modules have '{name}' of another form")
+
+
+def _by_text(lines: Iterable[Line]) -> dict[str, Line]:
+    return {json.dumps(line, sort_keys=True): line for line in lines}
 
 
 def _public(line: Line) -> Line:
@@ -269,8 +279,8 @@ def _prefixes(plain: Mapping[str, str], packed: set[str]) -> Iterator[tuple[str,
         one, other = source.split("."), to.split(".")
         same = next((i for i, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), None)
         count = min(len(one), len(other)) if same is None else same
-        if count and source != to:
-            prefix, new = (".".join([*words[:-count], ""]) if words[:-count] else "" for words in (one, other))
+        for length in range(count, 0, -1):
+            prefix, new = (".".join([*words[:-length], ""]) if words[:-length] else "" for words in (one, other))
             tried[prefix][new] += 1
     taken: dict[str, str] = {}
     for prefix in sorted(tried, key=len):
@@ -303,33 +313,41 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
     which the longest is the first, and those that hold only where a tensor is not there before all.
     """
-    types: dict[str, set[str]] = defaultdict(set)
-    lines: dict[str, Line] = {}
     refused, beyond = dict[str, str](), dict[str, str]()
     first: dict[str, str] = {}
+    lines, published = list[tuple[str, Line, str]](), list[tuple[str, Line, str]]()
     for one in observed:
         names = [one.name, one.model_type][: 1 + (first.setdefault(one.model_type, one.name) == one.name)]
         refused |= dict.fromkeys(names, one.reason) if one.reason else {}
         beyond |= dict.fromkeys(names, one.beyond) if one.beyond else {}
-        for key, line in one.lines.items():
-            lines[key] = line
-            types[key].update(names)
-    ordered = sorted((key for key in lines if types[key]), key=lambda key: _rank(lines[key]))
+        for of, own in ((lines, one.lines), (published, one.published)):
+            of += [(key, line, name) for key, line in own.items() for name in names]
+    return {
+        "classes": sorted({one.name for one in observed}),
+        "refused": refused,
+        **({"beyond": by_reason(beyond)} if beyond else {}),
+        "lines": _of_types(lines),
+        **({"published": _of_types(published)} if published else {}),
+    }
+
+
+def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
+    """Lines, each with its text and a type that it is for, by their types."""
+    types: dict[str, set[str]] = defaultdict(set)
+    line_of: dict[str, Line] = {}
+    for key, line, name in lines:
+        line_of[key] = line
+        types[key].add(name)
     groups: list[tuple[tuple[list[str], bool], dict[str, list[Line]]]] = []
-    for key in ordered:
-        line, of = lines[key], (sorted(types[key]), "without" in lines[key])
+    for key in sorted(line_of, key=lambda key: _rank(line_of[key])):
+        line, of = line_of[key], (sorted(types[key]), "without" in line_of[key])
         is_prefix = line["from"][0].endswith("**")
         group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
         if group is None:
             group = {}
             groups.append((of, group))
         group.setdefault(line["to"], []).append({name: value for name, value in line.items() if name != "to"})
-    return {
-        "classes": sorted({one.name for one in observed}),
-        "refused": refused,
-        **({"beyond": by_reason(beyond)} if beyond else {}),
-        "lines": [{"tensors": _short(tensors), "types": of} for (of, _), tensors in groups],
-    }
+    return [{"tensors": _short(tensors), "types": of} for (of, _), tensors in groups]
 
 
 def _rank(line: Line) -> tuple[bool, int]:

@@ -76,22 +76,24 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
 
 Line = dict[str, Any]
 Held = Mapping[tuple[int, str], tuple[str, tuple[int, ...], bytes]]
-"""What ranks hold: for a rank and a name, dtype, shape and bytes."""
+"""Tensors of ranks: for a rank and a name, dtype, shape and bytes."""
 
 
 # -- checkpoints
 
 
 UNTIED = "+untied"
-"""Of a model whose table of the vocabulary is tied: the same with a head of its own."""
+"""The ending of the name of a second model: one whose head is tied becomes the same with a head of its own."""
 HEAD, TABLES = "lm_head.weight", ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 
 
 DIGIT = "+digit"
-"""Of a model of which vLLM holds tensors in bfloat16: the same with one digit of each number."""
+"""The ending of the name of a second model: one that vLLM holds in bfloat16 becomes the same with one digit a
+number.
+"""
 DIGITS = re.compile(re.escape(DIGIT) + r"([0-9]+)$")
 BITS = 7
-"""What a digit has: as many as bfloat16's mantissa."""
+"""The bits of a digit: as many as bfloat16's mantissa has."""
 
 
 def digits_of(numbers: Any, place: int) -> Any:
@@ -100,7 +102,7 @@ def digits_of(numbers: Any, place: int) -> Any:
 
 
 def places_of(checkpoint: Path) -> int:
-    """How many digits the numbers of a checkpoint have."""
+    """Return the number of digits that the numbers of a checkpoint need."""
     infos = [i for file in checkpoint.glob("*.safetensors") for i in read_header(file).tensors.values()]
     return -(-sum(int(np.prod(i.shape, dtype=int)) for i in infos if i.dtype == "F32").bit_length() // BITS)
 
@@ -144,7 +146,7 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_tied(checkpoint: Path) -> bool:
-    """Whether a checkpoint has a table of the vocabulary, and no head."""
+    """Whether a checkpoint has a table of the vocabulary and no head."""
     names = {name for file in checkpoint.glob("*.safetensors") for name in read_header(file).tensors}
     return not any(name.endswith(HEAD) for name in names) and any(name.endswith(TABLES) for name in names)
 
@@ -201,12 +203,12 @@ class Case:
         return tuple(tp for tp in DEGREES if f"tp{tp}" not in self.failed)
 
     def held(self, tp: int) -> Held:
-        """What each rank of vLLM holds."""
+        """Return the tensors that each rank of vLLM holds."""
         return held_in(self.dump / f"tp{tp}")
 
 
 def held_in(folder: Path) -> Held:
-    """What the files of each rank hold."""
+    """Return the tensors in the files of each rank."""
     found = {}
     for file in sorted(folder.glob("model-rank-*.safetensors")):
         content, rank = file.read_bytes(), int(file.name.split("-")[2])
@@ -242,7 +244,7 @@ def _cast(content: bytes) -> bytes:
 
 
 def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
-    """Whether float32 numbers are negative and differ by rounding: of ``-exp``, which both compute."""
+    """Whether two float32 arrays are negative and differ only by rounding: both sides compute ``-exp``."""
     if dtype != "F32":
         return False
     a, b = np.frombuffer(one, "<f4"), np.frombuffer(other, "<f4")
@@ -250,7 +252,7 @@ def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
 
 
 def written(case: Case, format: Format, tp: int) -> Held:
-    """What is written by a format for these ranks. Raises ReshardError."""
+    """Return the tensors that a format writes for these ranks. Raises ReshardError."""
     with mock.patch.dict(READ, {"vllm": format}), tempfile.TemporaryDirectory() as folder:
         split(case.checkpoint, Path(folder) / "out", tp=tp, format="vllm")
         return held_in(Path(folder) / "out")
@@ -304,7 +306,9 @@ def _as_bfloat16(dtype: str, stored: Any) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """What vLLM makes of one model: lines, constants and what it leaves out. ``templates`` are the tensors there."""
+    """Findings about one model in vLLM: lines, constants, and the tensors it leaves out. ``templates`` are its
+    tensors.
+    """
 
     lines: Sequence[tuple[str, Line]]
     constants: Sequence[Mapping[str, Any]]
@@ -423,7 +427,7 @@ class Reading:
             yield self._made(target, names, {}, labels)
 
     def _turned(self, there: Any, names: Sequence[str]) -> dict[str, Any]:
-        """Whether what is stacked is stored output first, where Hugging Face has it input first."""
+        """Return ``output_first`` if stacked tensors lie output first where Hugging Face has the input first."""
         source = self._sources[names[0]]
         at = np.argwhere(there == source.flat[0])[0]
         is_turned = source.ndim > 1 and source.shape[-1] > 1 and there.ndim > 1 and (
@@ -490,7 +494,7 @@ class Reading:
 
 
 def _ones(there: Sequence[int], source: Sequence[int]) -> dict[str, Any]:
-    """Where the dimensions of length 1 are, if that is all in which two shapes differ."""
+    """Return the places of dimensions of length 1 if two shapes differ in nothing else."""
     if tuple(there) == tuple(source) or [n for n in there if n != 1] != [n for n in source if n != 1]:
         return {}
     return {"ones": [place for place, length in enumerate(there) if length == 1]}
@@ -537,7 +541,7 @@ def _indexed(template: str) -> str:
 
 @dataclass
 class Verdict:
-    """What is known of a class of Hugging Face's."""
+    """Findings about one of Hugging Face's classes."""
 
     names: list[str]
     module: str
@@ -550,11 +554,11 @@ class Verdict:
     """The largest degree at which vLLM loaded a model of it."""
     reason: str | None = None
     error: str | None = None
-    """What vLLM said of a model that it did not load."""
+    """vLLM's error for a model that it did not load."""
 
 
 def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
-    """What is known of a class, of all models of it that vLLM loads."""
+    """Combine the findings about a class, from all models of it that vLLM loads."""
     loaded = [case for case in cases if case.degrees]
     if not loaded:
         return Verdict(names, "", error=next(iter(cases[0].failed.values()))[:160])
@@ -584,7 +588,9 @@ def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
 
 
 def _splits_in(case: Case, format: Format) -> Iterator[tuple[str, Line]]:
-    """What vLLM splits over two ranks otherwise than the model's rules: how, for the names that lines have."""
+    """Yield the tensors that vLLM splits over two ranks in another way than the model's rules: the line's name, and the
+    cut.
+    """
     if 2 not in case.degrees:
         return
     one, two, own = case.held(1), case.held(2), written(case, format, 2)
@@ -608,7 +614,9 @@ def _halved(whole: Sequence[int], part: Sequence[int]) -> list[int]:
 
 
 def _ranges(whole: tuple[str, tuple[int, ...], bytes], part: tuple[str, tuple[int, ...], bytes]) -> Iterator[Line]:
-    """How the first of two ranks' part of a tensor is cut: as one range, or as one of each of several equal parts."""
+    """Yield the cut of a tensor by the part of the first of two ranks: one range, or a range of each of several equal
+    parts.
+    """
     for dim in _halved(whole[1], part[1]):
         for parts in (1, 2, 3):
             if whole[1][dim] % (2 * parts) == 0:
@@ -654,7 +662,9 @@ def describe(cases: Sequence[Case], names: list[str], splits: Mapping[str, Line]
 
 
 def _lacking(found: Sequence[Found], one: Line, other: Line) -> tuple[Line, str] | None:
-    """Which of two lines for the same tensors holds only where a tensor is not there, and which tensor."""
+    """Find the one of two lines for the same tensors that holds only where some tensor is absent; return it and that
+    tensor.
+    """
     with_one, with_other = (
         [each for each in found if any(_same(line, of) for _, line in each.lines)] for of in (one, other)
     )
@@ -679,7 +689,7 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
 
 
 def uncompared(cls: str, error: str, version: str) -> str:
-    """Why a class is refused whose small model a version of vLLM did not load."""
+    """Return the reason to refuse a class whose small model a version of vLLM did not load."""
     registry = json.loads(REGISTRY.read_text())
     lacks = f"vLLM {registry['made_with']['vllm']} has no class for it, and " if cls not in registry["classes"] else ""
     return f"{UNCOMPARED}: {lacks}our small model did not load in vLLM {version} ({error})"
@@ -796,7 +806,7 @@ def fixtures() -> dict[str, list[str]]:
 
 
 def is_narrowed(case: Case) -> bool:
-    """Whether vLLM has numbers of this float32 model in bfloat16."""
+    """Whether vLLM holds numbers of this float32 model in bfloat16."""
     return any(dtype == "BF16" for dtype, _, _ in case.held(1).values())
 
 
@@ -884,7 +894,7 @@ def known_classes() -> list[str]:
 
 
 def counts() -> Iterator[tuple[str, int]]:
-    """How many model types are written, and how they are known to be right; how many are refused, and why."""
+    """Yield counts of model types: those written, by the evidence for them, and those refused, by the reason."""
     types, format, observed = {*built_in_architectures()}, format_of("vllm"), json.loads(OBSERVED.read_text())
     compared, described = format.types.compared & types, {*format.types.meshes} & types
     refused = {*format.types.refused} & types

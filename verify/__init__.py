@@ -1,1 +1,1 @@
-"""How one knows that a split checkpoint is the same model: byte for byte, and by running it on N ranks."""
+"""Proofs that a split checkpoint is the same model: byte for byte, and by running it on N ranks."""

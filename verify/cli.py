@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         Option("--streamed", group=Group.HOW, is_flag=True, help="One block at a time, for a model beyond memory."),
         Option("--engine-python", group=Group.HOW, type=PLACE, metavar="PATH",
                help="The python of the engine's environment."),
-        changed("dry_run", help="Say what the forward takes; compare nothing."),
+        changed("dry_run", help="Say what memory it needs; compare nothing."),
         Option("--seed", group=Group.RARE, type=int, default=0, show_default=True, metavar="N",
                help="Seed of the random tokens."),
         "timeout", "report",
@@ -80,8 +80,8 @@ def verify_command(exact_only: bool, report: Path | None, as_json: bool, quiet: 
     it is; otherwise it is downloaded into the cache first. If ORIGINAL is split, or is what a trainer saved, its bytes
     alone are compared.
 
-    The bytes rest on the rules that 'reshard split' has. A wrong rule of a model shows in the forward pass, which is
-    transformers', one of a format in --loader or --engine alone. The verdict says what it rests on.
+    The bytes are compared by the rules that 'reshard split' has. A wrong rule of a model is seen by the forward pass,
+    in transformers, and a wrong rule of a format only by --loader or --engine. The verdict says what it rests on.
 
     With a launcher of your own: torchrun --nproc-per-node N -m reshard.verify ORIGINAL SHARDS. Only the first rank
     prints.
@@ -119,7 +119,9 @@ def _interrupted() -> str:
 
 
 def _verify_as_rank(answer: Answer, request: VerifyRequest, finish: Callable[[], int]) -> NoReturn:
-    """As one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its word."""
+    """Verify as one of a launcher's ranks: the first compares the bytes and speaks for all, the others wait for its
+    word.
+    """
     from reshard.verify.command import SILENT, Display, attempt
     from reshard.verify.forward.launch import Crew
 

@@ -1,5 +1,5 @@
-"""What ``reshard verify`` does, for a Python caller too. The proof opens both checkpoints, compares bytes,
-and then runs the model, unless the shards cannot be run.
+"""The command ``reshard verify``, for a Python caller too. The proof opens both checkpoints, compares bytes, and then
+runs the model, unless the shards cannot be run.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _check_machine(request: VerifyRequest) -> None:
 
 
 def _not_run(request: VerifyRequest) -> CheckpointError:
-    """Why the original does not run: it is split, or what a trainer saved."""
+    """Return an error that says why the original does not run: it is split, or a trainer's own form."""
     message = f"{request.original} is no full checkpoint, which alone runs"
     return CheckpointError(message, "'reshard merge' writes one of it: give that")
 
@@ -185,7 +185,7 @@ def _engine_options(request: VerifyRequest) -> EngineOptions:
 
 
 def _forward_job(request: VerifyRequest, original: Source, shards: Source) -> Job:
-    """What the ranks of the forward pass are to do. Raises ReshardError for what cannot be run."""
+    """Return the job of the ranks in the forward pass. Raises ReshardError if the model cannot be run."""
     from reshard.verify.forward.compare import prepare  # torch
     from reshard.verify.forward.job import ForwardOptions
 
@@ -220,7 +220,7 @@ _OF_A_RUN = tuple(field.name for field in fields(RunSettings))
 
 @dataclass(frozen=True)
 class VerifyRequest(Access, RunSettings):
-    """What ``verify`` takes.
+    """Arguments of ``verify``.
 
     With ``adapter``, the original is the model with that LoRA adapter: merged for the bytes, beside it as it runs.
 
@@ -253,10 +253,10 @@ class VerifyRequest(Access, RunSettings):
         if computed is not None and (not self.exact_only or self.engine is not None or self.loader is not None):
             advice = "to run or load the model, write it with 'reshard split --as huggingface' first, and give that"
             instead = () if self.exact_only else ({"exact_only": True},)
-            raise refused(computed, None, "bytes alone can be compared", instead=instead, advice=advice)
+            raise refused(computed, None, "with it, only bytes can be compared", instead=instead, advice=advice)
         of_a_run = stated & {*_OF_A_RUN} - ({"compute_dtype", "seed"} if self.engine is not None else set())
         if self.exact_only and of_a_run:
-            raise refused(min(of_a_run), None, "it is of the forward pass", beside={"exact_only": True})
+            raise refused(min(of_a_run), None, "no forward pass runs", beside={"exact_only": True})
         if self.streamed and self.backward:
             raise refused("streamed", None, "gradients need the whole model at once", beside={"backward": None})
         if self.engine is not None and self.adapter is not None:
@@ -266,7 +266,7 @@ class VerifyRequest(Access, RunSettings):
         if self.loader is not None and self.adapter is not None:
             raise refused("loader", None, "it loads no adapter into the base model", beside={"adapter": None})
         if self.prompt is not None and (of_tokens := stated & {"batch", "seq", "seed"}):
-            raise refused(min(of_tokens), None, "it is of random tokens", beside={"prompt": None})
+            raise refused(min(of_tokens), None, "a prompt replaces the random tokens", beside={"prompt": None})
 
     def begin(self) -> Answer:
         """The answer, before anything is checked."""
@@ -276,7 +276,9 @@ class VerifyRequest(Access, RunSettings):
 
 
 def needs(request: VerifyRequest) -> Needs:
-    """What the forward pass would take: both checkpoints are opened, and nothing is compared. Raises ReshardError."""
+    """Return the memory that the forward pass needs: both checkpoints are opened, and nothing is compared. Raises
+    ReshardError.
+    """
     if request.exact_only:
         raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
     _check_machine(request)

@@ -1,4 +1,4 @@
-"""How an interrupted command ends: one line, and no process and no folder is left.
+"""The end of an interrupted command: one line, and no process and no folder is left.
 
 This uses no exception, because one that is raised while large libraries are imported, or in a destructor, is swallowed
 or becomes a traceback. Instead a list keeps what must be undone. The signal handler undoes it and ends the process.

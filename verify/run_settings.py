@@ -1,4 +1,4 @@
-"""What a caller says of a run of the model: of ``verify``, and of what runs on the ranks. Imports no torch."""
+"""Settings of a run of the model: for ``verify``, and for the ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES_ALONE = "--exact-only compares the bytes alone"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How the model is run.
+    """Settings of a run of the model.
 
     ``device``: ``auto``, ``cpu``, or what torch calls the accelerator.
     ``compute_dtype``: ``float32``, ``bfloat16`` or ``float16``; by default the checkpoint's own.

@@ -37,7 +37,7 @@ def refuse_foreign(where: FilePath | str, names: Iterable[str]) -> None:
 
 
 def is_usable(name: str, names: Iterable[str]) -> bool:
-    """Whether a file of weights can be read, with what stands beside it."""
+    """Whether a weight file can be read: an adapter with its config, or a file whose series or index is complete."""
     names = {*names}
     if is_adapter(name):
         return name == ADAPTER and ADAPTER_CONFIG in names
@@ -61,7 +61,7 @@ def whole_series(names: Iterable[str]) -> list[list[str]]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a file holds the weights of a PEFT adapter, which are no checkpoint."""
+    """Whether a file holds the weights of a PEFT adapter, which is not a checkpoint."""
     return name.startswith("adapter_model.")
 
 
@@ -84,7 +84,7 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MODELOPT = "hf_quant_config.json"
 CONFIG = "config.json"
 METADATA = ".metadata"
-"""What says which bytes of ``.distcp`` files hold which tensor."""
+"""The file that says which bytes of ``.distcp`` files belong to which tensor."""
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files that name the folder of a step: DeepSpeed's, and Megatron's."""
 _SERIES = re.compile(r"(?P<name>[^/.][^/]*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<ending>safetensors|bin)")
@@ -219,7 +219,7 @@ def _only(content: Weights, indexed: Mapping[str, str], file: str) -> Weights:
 
 
 def has_adapter(folder: FilePath) -> bool:
-    """Whether a folder holds a PEFT adapter, and no model."""
+    """Whether a folder holds a PEFT adapter and no model."""
     names = (ADAPTER, ADAPTER_CONFIG)
     return all((folder / name).is_file() for name in names) and not has_usual_weights(folder)
 
@@ -384,7 +384,11 @@ def _of_contents(folder: FilePath, config: dict[str, Any], contents: Mapping[Fil
 
 
 def read_weights(path: FilePath) -> Weights:
-    """What a weight file has. Raises CheckpointError."""
+    """Read the header of a weight file: its tensors, the second names of tied ones, and its safetensors header if it
+    has one.
+
+    Raises CheckpointError.
+    """
     if path.name.endswith(".safetensors"):
         header = read_header(path)
         return header.tensors, {}, header

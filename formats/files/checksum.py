@@ -52,7 +52,7 @@ class Part:
     columns: Words
 
     def fits(self, offset: int) -> bool:
-        """Whether these are also the sums of the same bytes at another offset."""
+        """Whether the sums stay valid if the bytes lie at another offset."""
         return offset % WORD == self.phase
 
 
@@ -99,7 +99,7 @@ class PartialSum:
         self._columns += other._columns
 
     def equals(self, other: PartialSum) -> bool:
-        """Whether both are sums of equally many bytes, and equal."""
+        """Whether both have summed the same number of bytes, with equal sums."""
         return self.seen == other.seen and bool((self._columns == other._columns).all())
 
     def to_text(self) -> str:
@@ -118,7 +118,7 @@ class PartialSum:
 
     @property
     def is_complete(self) -> bool:
-        """Whether parts of all bytes have come in."""
+        """Whether all bytes have been summed."""
         return self.seen == self.size
 
     def value(self) -> str:
@@ -169,8 +169,8 @@ class Stamp:
     made_of: str | None = None
 
     def is_same(self, other: Stamp) -> bool:
-        """Whether both are of equal content, as far as can be told: by what names the content, or else by size, time
-        and, on one machine, inode.
+        """Whether two files have equal content, as far as stamps can tell: by the content's name, or else by size, time
+        and (on one machine) inode.
         """
         if (self.name, self.size) != (other.name, other.size):
             return False
@@ -180,19 +180,21 @@ class Stamp:
 
     @property
     def open_state(self) -> tuple[Any, ...]:
-        """What stays equal while the file is read, unless it is written or replaced."""
+        """Size, time and inode: a write to an open file, or its replacement, changes one of them."""
         return self.size, self.mtime_ns, self.inode
 
     @property
     def closed_state(self) -> tuple[Any, ...]:
-        """What stays equal on one machine as long as nobody touches the file. An inode that is free again is given to
-        the next file, and times of content can be set: so the inode's own time counts, too.
+        """The values that stay equal on one machine until somebody touches the file. They include the inode's change
+        time: an inode number is used again for a new file, and the time of the content can be set by anybody.
         """
         return self.name, self.size, self.mtime_ns, self.ctime_ns, self.inode, self.content, self.made_of
 
     @property
     def anywhere(self) -> list[Any]:
-        """What is equal for copies of the file on several machines that may share the work."""
+        """Name, size, and the content's name or time: equal for copies of the file on several machines that share the
+        work.
+        """
         return [self.name, self.size, self.content or self.mtime_ns]
 
 

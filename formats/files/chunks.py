@@ -46,7 +46,7 @@ class Sharded(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """That of its chunks, of which there is one at least."""
+        """The dtype of the tensor's chunks, of which there is at least one."""
         return self.chunks[0][1].dtype
 
 
@@ -99,7 +99,7 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     """
     parts = chunks.values()
     if (covered := whole_shape(parts)) != shape:
-        raise MismatchError(f"{where}: the pieces of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
+        raise MismatchError(f"{where}: the chunks of tensor '{name}' make {list(covered)}, it should be {list(shape)}")
     cut = [d for d, size in enumerate(shape) if any(at.shape[d] != size or at.offset[d] for at in parts)]
     if len(cut) > _MOST_CUT:
         raise MismatchError(f"{where}: tensor '{name}' is divided along {len(cut)} dimensions, more than {_MOST_CUT}")
@@ -112,7 +112,7 @@ def check_tiling(name: str, chunks: Mapping[int, Chunk], shape: tuple[int, ...],
     if not any(sums.values()):
         return
     if count >= full:
-        raise MismatchError(f"{where}: pieces of tensor '{name}' overlap")
+        raise MismatchError(f"{where}: chunks of tensor '{name}' overlap")
     raise MismatchError(f"{where}: {full - count:,} of {full:,} elements of tensor '{name}' are missing")
 
 

@@ -57,7 +57,7 @@ def require_zstd() -> None:
 
 
 def compressor(nbytes: int) -> zstandard.ZstdCompressionObj:
-    """What compresses a frame of so many bytes."""
+    """Return a compressor for one frame of ``nbytes`` bytes."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
@@ -94,7 +94,7 @@ class _Frame:
 
 
 class Block(NamedTuple):
-    """What is done to ``STEP`` bytes of a tensor: these values are XORed, or put at these places of it."""
+    """A change of ``STEP`` bytes of a tensor: values to XOR into it, or values and their places in it."""
 
     values: Bytes
     places: NDArray[np.int64] | None

@@ -97,7 +97,9 @@ class Distributed:
     extras: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def object(self, name: str) -> object:
-        """What is no tensor, on stand-ins. Raises CheckpointError for one that names more than tensors."""
+        """Return the saved object of this name, which is no tensor, as data. Raises CheckpointError if it names other
+        classes than tensors.
+        """
         if not isinstance(at := self.objects[name], Blob):
             return at
         with open_file(at.file) as file:
@@ -287,7 +289,7 @@ STATE: Keys = ("optimizer", "state")
 TOGETHER = "bring all files of one save together"
 
 Entries = dict[Keys, object]
-"""What was saved, by the keys that lead to it: a tensor is ``Sharded``, all else is data."""
+"""The entries of a saved state, by the keys that lead to them: a tensor is ``Sharded``, anything else is data."""
 
 
 def group_settings(groups: object, names: Sequence[Sequence[str]]) -> Entries:
@@ -301,9 +303,10 @@ def group_settings(groups: object, names: Sequence[Sequence[str]]) -> Entries:
 
 
 def gathered(folder: FilePath, entries: Entries, what: str, files: Collection[FilePath]) -> Distributed:
-    """What the files of a folder have. Of what is no tensor, only plain data is kept.
+    """Combine the entries of a folder's files into one checkpoint. Objects that are not plain data are dropped.
 
-    Raises MismatchError if a tensor has two dtypes, or its chunks do not make it; empty ones are nothing.
+    Raises MismatchError if a tensor has two dtypes, or if its chunks do not cover it exactly once. Empty chunks are
+    ignored.
     """
     tensors, objects, keys_of = dict[str, Sharded](), dict[str, object](), dict[str, Keys]()
     for keys, entry in entries.items():
@@ -370,8 +373,8 @@ def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], object
 
 
 def object_bytes(value: object, content: bytes | None = None) -> bytes:
-    """What torch.save writes of plain data and stand-ins (see ``formats.files.pickles.write_pickle``); a tensor among
-    them, of key 0, has this ``content``.
+    """Return the bytes that torch.save writes for plain data and stand-ins (see
+    ``formats.files.pickles.write_pickle``). A tensor among them, of key 0, has this ``content``.
     """
     archive = archive_of(value, [("", len(content))] if content is not None else [])
     data = bytearray(archive.size)

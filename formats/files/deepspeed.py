@@ -79,7 +79,7 @@ _PLACES = {*_MODEL_STATES, "param_shapes", "shared_params"} - {
     "random_ltd",
     "skipped_steps",
 }
-"""What a model's states say of how it lies in files."""
+"""Keys of the model's states that describe how tensors are laid out in files."""
 
 
 class _File(NamedTuple):
@@ -158,7 +158,7 @@ def read_zero(folder: FilePath) -> Distributed:
 
 
 def _joined(where: str, dim: int | None, first: Sharded, others: Iterable[object]) -> Sharded:
-    """What tensor parallel ranks have of a tensor, each a part of the dimension; without one, each has a copy."""
+    """Join a tensor's parts on the tensor parallel ranks along ``dim``; with None, each rank has a copy."""
     shape, chunks = [*first.shape], [*first.chunks]
     for other in others:
         part = other if isinstance(other, Sharded) else Sharded((), ())
@@ -240,7 +240,7 @@ def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
 
 
 def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Shape]]) -> tuple[str, Entries]:
-    """What form the masters and the states of the optimizer have, and these."""
+    """Return the form of the optimizer's files (such as its ZeRO stage) and the entries of its masters and states."""
     if not optimizers:
         return "no ZeRO, whose optimizer is not read" if main.content.get("optimizer") else "no ZeRO", {}
     states = [file.table("optimizer_state_dict") for file in optimizers]
@@ -292,7 +292,7 @@ def _form(state: Mapping[str, Any]) -> tuple[object, object]:
 def _settings(
     states: Sequence[dict[str, Any]], saved: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
 ) -> Entries:
-    """What an optimizer has besides lists: the steps, of a group or of a sub-group, and its settings."""
+    """Return an optimizer's entries that are not lists: its steps, of a group or of a sub-group, and its settings."""
     groups_of, named, entries = saved.get("param_groups"), [[*group] for group in groups], Entries()
     if not isinstance(groups_of, list) or len(groups_of) != len(groups):  # of sub-groups
         named = [[name for group in named for name in group]]
@@ -413,7 +413,9 @@ def _universal(
 
 
 def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[str, str]) -> Entries:
-    """What has no master: frozen parameters, buffers, tied tensors; without lists, all that the model has."""
+    """Return the tensors without a master: frozen parameters, buffers and tied tensors; all of the model's if there are
+    no lists.
+    """
     main, world, entries = models[0], len(models), Entries()
     for name, shape in _shapes(main.table("frozen_param_shapes"), main.path).items():
         parts: list[Any] = [file.table("frozen_param_fragments").get(name) for file in models]
@@ -434,7 +436,7 @@ def _without_master(models: Sequence[_File], names: set[str], shared: Mapping[st
 
 
 class Step(NamedTuple):
-    """How many steps an optimizer has done, and what is saved of it: that number, or a tensor and its bytes."""
+    """The number of an optimizer's steps, and its saved form: the number itself, or a tensor and its bytes."""
 
     number: float
     value: object
@@ -442,7 +444,7 @@ class Step(NamedTuple):
 
 
 def is_setting(name: str) -> bool:
-    """Whether a name is that of a step or of a setting of a group, which all go into these files."""
+    """Whether these files keep an entry of this name: the step, or a setting of a group."""
     return bool(_STEP.fullmatch(name) or _SETTING.fullmatch(name))
 
 

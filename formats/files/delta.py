@@ -68,14 +68,14 @@ INDICES, VALUES = ".delta_indices", ".delta_values"
 INDEX, COMPRESSED = "model.safetensors.index.json", "model-00000-of-00001.safetensors"
 VERSION = 1
 SAME, SPARSE, WHOLE, GONE = "same", "indices", "whole", "gone"
-"""How a tensor of the result comes about, beside ``XOR`` and ``OVERWRITE``; ``gone``: only the base has it."""
+"""Ways in which the result gets a tensor, besides ``XOR`` and ``OVERWRITE``. ``gone``: only the base has the tensor."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a tensor comes about, and the checksums of its bytes before and after; None where there are none to check.
+    """The way in which one tensor changes, and the checksums of its bytes before and after (None: nothing to check).
 
-    A checksum of slime's has its kind and a colon before it.
+    A checksum in slime's files begins with its kind and a colon.
     """
 
     how: str
@@ -120,10 +120,11 @@ WRITERS[bytes] = lambda content: base64.b64encode(content).decode()
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed from a base to a result. ``contents`` are the names of the files that have it. ``files`` and
-    ``documents`` are those of the result, as a merge writes it; of ``sides``, the other small files, the content is
-    None where it is the base's. ``names``: the result has others than the published ones, those of transformers'
-    ``modules``.
+    """The change from a base to a result, read from a folder.
+
+    ``contents`` names the files with the changed bytes. ``files`` and ``documents`` are the result's, as a merge writes
+    them. ``sides`` are its other small files; None stands for the base's content. ``names`` is ``modules`` if the
+    result has the names of transformers' modules, and None if it has the published ones.
     """
 
     path: FilePath = field(metadata={"key": None})
@@ -236,7 +237,9 @@ def _read_slime(path: FilePath, base: Delta) -> Delta:
 
 
 def contents_of(delta: Delta) -> dict[str, tuple[TensorInfo, ...]]:
-    """What is stored of each changed tensor, and the tensors of the result. Raises CheckpointError if they disagree."""
+    """Return the stored tensors of each changed tensor. Raises CheckpointError if they disagree with the result's
+    headers.
+    """
     stored: dict[str, TensorInfo] = {}
     for file in delta.contents:
         stored |= read_header(delta.path / file).tensors

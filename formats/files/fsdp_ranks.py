@@ -44,10 +44,10 @@ _NAMES = SHARDS.with_classes(*BESIDE)
 
 
 class Part(NamedTuple):
-    """What a rank has of a tensor: some of its chunks.
+    """The chunks that one rank has of a tensor.
 
-    ``place`` is the rank's in the ``mesh``; a plain tensor has none. ``copy`` has the dimensions of the mesh along
-    which all ranks have the same, with the rank's places there.
+    ``place`` is the rank's coordinate in the ``mesh``; None for a plain tensor. ``copy`` holds pairs (dimension of the
+    mesh, the rank's coordinate there) for the dimensions along which all ranks have the same chunks.
     """
 
     tensor: Sharded
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 @dataclass
 class _Rank:
-    """What a rank's files have. ``states`` has, for each number or name of a parameter, the tensors of each kind."""
+    """The content of a rank's files. ``states`` has the tensors of each kind, by the number or name of a parameter."""
 
     path: FilePath
     parts: dict[str, Part]
@@ -132,7 +132,7 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
 def _parts(
     archive: TorchArchive, state: Mapping[Any, object], number: int, world: int, parameter: object = None
 ) -> Iterator[tuple[Any, Part]]:
-    """What the tensors among the values of a state dict, or of the state of a ``parameter``, are parts of."""
+    """Yield each tensor of a state dict, or of the state of a ``parameter``, with its name, as the part that it is."""
     for name, value in state.items():
         place = partial(archive.place, str(name))
         if isinstance(value, Tensor):
@@ -273,10 +273,10 @@ def _named(
 
 
 def _ways(rank: _Rank) -> Iterator[list[list[str]]]:
-    """What the numbers of an optimizer may stand for: each parameter, or each unit; a tied one comes once.
+    """Yield the possible meanings of an optimizer's numbers: one for each parameter, or one for each unit of FSDP.
 
-    Tied tensors share a storage, or (FSDP1's original parameters) it is the head of the vocabulary. Buffers are whole
-    where parameters are not.
+    A tied tensor comes once. Tied tensors share a storage or, with FSDP1's original parameters, one of them is the
+    vocabulary's head. Buffers are whole where parameters are sharded.
     """
     firsts: dict[object, str] = {}
     is_sharded = any(part.place is not None for part in rank.parts.values())

@@ -32,13 +32,13 @@ class Layout:
     names: Sequence[str] = ()
     offsets: Sequence[int] = ()
     header: bytes = b""
-    """That of safetensors."""
+    """The header, for safetensors."""
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets; in them zeros stand for the CRC-32s."""
     crcs: tuple[Crc, ...] = ()
-    """What is written over when all else is there; in increasing order."""
+    """Checksums that are written into the file last, in increasing order of their places."""
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a ``.distcp`` file, the offset and length of the archive that each tensor and object has."""
+    """For a ``.distcp`` file: offset and length of the archive of each tensor and object."""
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:

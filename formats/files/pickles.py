@@ -61,9 +61,9 @@ def attribute(value: object, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Names:
-    """What a pickle may name, with what a call of it makes; None: it is only referred to.
+    """The names that a pickle may use, each with a function that stands for a call of it (None: it may not be called).
 
-    ``load`` makes something of a persistent id; None: there may be none.
+    ``load`` turns a persistent id into an object; None refuses such ids.
     """
 
     makers: Mapping[str, Callable[..., object] | None]
@@ -86,7 +86,7 @@ class Persistent:
 
 
 class RefusedError(Exception):
-    """What a pickle asks for and is not given."""
+    """A name or an operation that a pickle asks for and may not have."""
 
 
 def read_pickle(pickled: bytes, names: Names, where: object, may: str) -> object:
@@ -223,7 +223,7 @@ def follow(pickled: bytes, names: Names) -> object:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in a word for messages; its content is never shown, as it may be of any size."""
+    """Return the kind of a value in one word, for messages, which never show its content: that may be of any size."""
     return value.path if isinstance(value, (Global, Inert)) else type(value).__name__.strip("_").lower()
 
 
@@ -238,7 +238,7 @@ _PLAIN = {str, int, bool, float, bytes, type(None)}
 
 
 def _is_key(key: object) -> bool:
-    """Whether something may be a key.
+    """Whether a value may be used as a key of a dictionary.
 
     A key is hashed, and a crafted one (tuples, a million deep) would overflow the interpreter's own stack.
     """
@@ -260,7 +260,7 @@ _ARGUMENTS = (
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
     "SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
 )  # fmt: skip
-"""What pushes its argument."""
+"""Opcodes that push their argument."""
 _INSTRUCTIONS: dict[bytes, tuple[str, Callable[[BytesIO], Any]]] = {
     **{bytes([code]): (f"0x{code:02x}", _path) for code in range(256)},
     **{op.code.encode("latin-1"): (op.name, op.arg.reader if op.arg else lambda _: None) for op in pickletools.opcodes},
@@ -327,7 +327,9 @@ def write_pickle(value: object) -> bytes:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is data that is written: not nested too deeply, nor too much with all that comes again in it."""
+    """Whether a value is plain data: not nested too deeply, and not too large if everything repeated in it is written
+    out.
+    """
     level = [value]
     for _ in range(DEEPEST):
         below = list[object]()
@@ -351,7 +353,7 @@ _MOST_PLAIN = 1 << 20
 
 
 _WRITTEN: dict[Any, tuple[bytes, bytes]] = {tuple: (b"(", b"t"), list: (b"](", b"e"), dict: (b"}(", b"u")}
-"""What begins and ends values that hold others."""
+"""For each container type: the opcodes before and after its items."""
 
 
 DTYPES: Mapping[str, str] = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
@@ -384,7 +386,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie row-major without gaps; the strides of dimensions of size 1 say nothing."""
+        """Whether the elements lie row-major without gaps. Strides of dimensions of size 1 do not matter."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -394,7 +396,7 @@ class Tensor:
 
 
 def are_sizes(values: object) -> bool:
-    """Whether this is a tuple of sizes, not too many."""
+    """Whether a value is a tuple of at most ``MAX_DIMS`` sizes."""
     return (
         isinstance(values, tuple)
         and len(values) <= MAX_DIMS
@@ -403,7 +405,7 @@ def are_sizes(values: object) -> bool:
 
 
 def _load(persistent: Any) -> Storage:
-    """What the persistent id of a storage stands for."""
+    """Return the storage that a persistent id describes."""
     if type(persistent) is not tuple or len(persistent) != 5:
         raise ValueError("a storage should be described by five values")
     kind, storage, key, _, numel = persistent
@@ -490,7 +492,7 @@ _PLACEMENTS = ("Shard", "Replicate", "_StridedShard", "Partial")
 _SPEC = ("DTensorSpec", "TensorMeta")
 
 TENSORS = Names(dict.fromkeys((*DTYPES, *STORAGES, *_CLASSES)) | _CALLS, _load)
-"""What a state dict names: a part of what ``torch.load(..., weights_only=True)`` allows."""
+"""Names in a state dict: a subset of those that ``torch.load(..., weights_only=True)`` allows."""
 
 SHARDS = Names(
     {**dict.fromkeys((*DTENSORS, SHARDED_TENSOR, _WRAPPER)), **TENSORS.makers, "__builtin__.getattr": _getattr}, _load
@@ -506,4 +508,4 @@ SHARDS = Names(
     f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
 )
-"""What the state dict of a rank names whose tensors are sharded: placements and meshes, as data."""
+"""Names in a rank's state dict of sharded tensors: also placements and meshes, as data."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 from reshard.formats.documents import LARGEST, file_name, strict_json, utf8
 from reshard.formats.errors import CheckpointError, brief
 from reshard.formats.files.layout import Layout, Tensor
-from reshard.formats.store import FilePath, open_file, unreadable
+from reshard.formats.store import FilePath, open_file, read_ranges, unreadable
 from reshard.formats.wrappers import without_wrappers
 
 DTYPE_BITS = {"BOOL": 8} | {
@@ -43,11 +43,11 @@ TORCH_NAMES = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""What torch calls the dtypes that it has as one."""
+"""torch's names of the dtypes."""
 DTYPE_NAMES = {dtype: TORCH_NAMES[dtype] for dtype in ("F64", "F32", "BF16", "F16")}
 """The dtypes of weights that are not quantized, as config.json calls them."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Those to which weights may be cast, as ``--dtype`` calls them."""
+"""The dtypes to which weights may be cast, by their names in ``--dtype``."""
 
 #: Bytes; what the safetensors library accepts at most.
 MAX_HEADER = 100_000_000
@@ -59,7 +59,7 @@ _FOREIGN = "the program that wrote this file did not follow the safetensors form
 
 
 class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclass takes four times as long
-    """Where a tensor's bytes lie: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
+    """A tensor in a file: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
 
     ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
     """
@@ -70,6 +70,16 @@ class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclas
     file: FilePath
     offset: int
     nbytes: int
+
+
+def look_alike(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors have the same bytes, as far as their first, middle and last few tell."""
+    length = min(one.nbytes, other.nbytes, 1 << 12)
+    starts = [0, (one.nbytes - length) // 2, one.nbytes - length]
+    mine, its = (
+        read_ranges([(t.file, t.offset + start, t.offset + start + length) for start in starts]) for t in (one, other)
+    )
+    return one.nbytes == other.nbytes and mine == its
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class SourceFileRecord:
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor lies in it."""
+        """The places of all tensors in the file."""
         return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], self.header)
 
 

@@ -71,10 +71,11 @@ class Index:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """Where the shards come from. ``id`` is the fingerprint of the weights; ``files`` is empty for a ``.bin`` source.
+    """The source of the shards. ``id`` is the fingerprint of its weights; ``files`` is empty for a ``.bin`` source.
 
-    ``aliases`` maps the second name of a tied tensor to its first. The files have it under both if it is in ``twice``.
-    ``names``: the files have names that are not the published ones: those of transformers' ``modules``.
+    ``aliases`` maps the second name of a tied tensor to its first; the files have both names of those in ``twice``.
+    ``names`` is ``modules`` if the files have the names of transformers' modules, and None if they have the published
+    ones.
     """
 
     id: str
@@ -87,7 +88,7 @@ class SourceRecord:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether its names have a beginning, or words of wrappers."""
+        """Whether the source's names have a prefix or words of wrappers."""
         return any(file.beginning is not None for file in self.files)
 
     @property
@@ -98,7 +99,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Identity:
-    """What all shards of one run have in common: source, mesh, sizes of the axes, padded sizes, digest of the rules."""
+    """Facts that all shards of one run share: source, mesh, sizes of the axes, padded sizes, digest of the rules."""
 
     source: str
     mesh: Mesh
@@ -144,7 +145,9 @@ class Manifest:
 
 
 def is_fingerprint(source: str) -> bool:
-    """Whether this is the fingerprint of a source's weights. Where nobody knew it, the source's place stands there."""
+    """Whether this text is the fingerprint of a source's weights. If the fingerprint was unknown, it is the source's
+    place.
+    """
     return re.fullmatch("[0-9a-f]{64}", source) is not None
 
 
@@ -209,7 +212,7 @@ def _manifest(value: object, where: str) -> Manifest:
 
 
 def _identity_of(top: Record, source: str, plan: str) -> Identity:
-    """What a manifest and the metadata of a shard have in common."""
+    """Read the entries that a manifest and a shard's metadata share."""
     sizes, padding = top.get("sizes", mapping(size)), top.get("padding", mapping(size))
     for axis, padded in padding.items():
         if padded < sizes.get(axis, LARGEST):
@@ -234,13 +237,15 @@ def rank_folders(path: FilePath) -> list[FilePath]:
 
 
 def is_sharded(path: FilePath) -> bool:
-    """Whether a folder is a split checkpoint (complete or not)."""
+    """Whether a folder is a split checkpoint, complete or not."""
     return path.is_dir() and ((path / MANIFEST).is_file() or bool(rank_folders(path)))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a shard file's metadata says: its rank, of what, and the positions of its tensors among all tensors."""
+    """The metadata of a shard file: what it is a shard of, its rank, and the positions of its tensors among all
+    tensors.
+    """
 
     identity: Identity
     rank: int
@@ -248,7 +253,7 @@ class Shard:
 
 
 def read_shard(metadata: Mapping[str, str], file: FilePath) -> Shard:
-    """What the metadata of a shard file says. Raises CheckpointError for a file that is no shard."""
+    """Read the metadata of a shard file. Raises CheckpointError if the file is not a shard."""
     what, hint = "its header does not say which rank of what it is", "it was not written by reshard split"
     if METADATA_KEY not in metadata:
         raise CheckpointError(f"{file}: {what}", hint)

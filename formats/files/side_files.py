@@ -1,7 +1,7 @@
-"""Which files of a checkpoint's folder a loader reads beside the weights: one rule for folders, the Hub and buckets.
+"""Side files: those that a loader reads beside the weights. One rule holds for folders, the Hub and buckets.
 
-Only what is named here belongs to a model. Weights in any other form, their checksums, states of training and marks of
-other programs do not: after a change of the weights they would be of another model.
+Only a file that is named here belongs to the model. Other forms of the weights, checksums, training states and marks of
+other programs do not belong to it: after a change of the weights they would describe another model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_side_files(folder: FilePath) -> tuple[FilePath, ...]:
 
 
 def is_side_file(name: str, named: Container[str], size: int = 0) -> bool:
-    """Whether a file, by its name relative to the folder, is a side file, given those that documents name."""
+    """Whether a file is a side file. ``name`` is relative to the folder; ``named`` are files that documents name."""
     folder, _, file = name.rpartition("/")
     is_known = not folder or _FOLDERS.fullmatch(folder) is not None or f"{folder}/" in named
     return size <= LARGEST and (name in named or (is_known and _NAMES.fullmatch(file) is not None))

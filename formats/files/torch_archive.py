@@ -70,9 +70,9 @@ def read_bin(path: FilePath) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 class Saved(NamedTuple):
-    """What a training program saved in a file: of some entries what ``read_bin`` finds, and what the others are.
+    """The content of a file of a training program: the tensors of some entries (``states``), and the other entries.
 
-    ``extras`` has numbers and texts, and of anything else its kind.
+    ``extras`` holds numbers and texts as they are; of anything else, its kind.
     """
 
     states: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]]
@@ -107,7 +107,9 @@ BESIDE = (
     "megatron.core.rerun_state_machine.RerunState", "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.optimizer.optimizer_config.OptimizerConfig",
 )  # fmt: skip
-"""What training programs save beside tensors (Megatron-Core, core/safe_globals.py, and what its fields are of)."""
+"""Classes that training programs save beside tensors (Megatron-Core: core/safe_globals.py, and the types of its
+fields).
+"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class TorchArchive:
         return self.file.read(size)
 
     def read(self, names: Names, may: str) -> object:
-        """What was saved, on stand-ins (see ``formats.files.pickles``)."""
+        """Return the saved object, built of stand-ins (see ``formats.files.pickles``)."""
         return read_pickle(self.record("data.pkl"), names, self.where, may)
 
     def place(self, name: str, tensor: Tensor) -> TensorInfo:
@@ -245,8 +247,8 @@ def _holds_tensor(value: object) -> bool:
 
 
 def _locate(archive: TorchArchive, state: object) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Where the tensors of a state dict lie, and the names of those that are the same bytes; what holds no tensor is
-    left out.
+    """Return the tensors of a state dict, and the names of tied tensors, each with the first name of the same bytes.
+    Entries without tensors are left out.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"{archive.path}: holds a {kind_of(state)}, not a dictionary of tensors", _RESAVE)
@@ -275,7 +277,7 @@ _STORAGES = {dtype: path for path, dtype in STORAGES.items() if path != "torch.s
 
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Where the CRC-32 stands in the header of an entry, and in its header in the directory at the end."""
+"""Offsets of the CRC-32 in the header of an entry, and in its header in the directory at the end."""
 
 
 def build_archive(

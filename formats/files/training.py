@@ -45,7 +45,7 @@ SAVED = re.compile(
 
 
 def find_training(folder: FilePath) -> Training | None:
-    """What a training program left in a folder; None if its names are not those of any that is read here."""
+    """Find the files that a training program left in a folder; None if no known program uses such names."""
     if (folder / METADATA).is_file():
         return Training(folder / METADATA, partial(_read_torch, folder))
     if not folder.is_dir():

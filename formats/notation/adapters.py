@@ -93,10 +93,10 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
 
 
 PREFIX = "base_model.model."
-"""What stands before a module's name in an adapter."""
+"""The prefix of module names in an adapter."""
 Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
-"""A hint for what an adapter alone cannot be."""
+"""The hint for a command that an adapter alone cannot do."""
 _RANK = whole(1, 1 << 20)
 _WHOLE = ("whole",)
 _LINES = {
@@ -109,10 +109,10 @@ _LINES = {
     "lora_embedding_B": ("in rank",),
     "base_layer.weight": _WHOLE,
 }
-"""What PEFT keeps beside a matrix, and the axes of it."""
+"""Endings of the tensors that PEFT keeps beside a matrix, each with its axes."""
 _BIAS = "base_layer.bias"
 _GROUPED, _LAYOUTS = "grouped_by_expert", {"grouped_by_expert", "rank_major"}
-"""What Unsloth notes of B's columns (``lora_B_layout``): an expert's lie together, or as PEFT has them."""
+"""Orders of B's columns that Unsloth notes as ``lora_B_layout``: those of an expert together, or as PEFT has them."""
 _KEY = re.compile(r"(?:\w|-|\(\?:|\\[.d]|\.\*|\.|[|()^$+])+")
 _MOST_REPEATS = 4
 
@@ -125,7 +125,7 @@ def _names(value: object, where: str) -> tuple[str, ...] | re.Pattern[str] | Non
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether a regular expression has only what is matched soon, whatever the name."""
+    """Whether a regular expression is matched in little time, whatever the name."""
     is_read = len(pattern) <= 1000 and _KEY.fullmatch(pattern) is not None and not re.search(r"\)[*+]", pattern)
     return is_read and pattern.count("*") + pattern.count("+") <= _MOST_REPEATS
 
@@ -159,11 +159,12 @@ def _is_grouped(value: object, where: str) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``adapter_config.json`` says of an adapter: ``ranks`` by pattern of a name, ``rank`` for all others.
+    """The settings in ``adapter_config.json``: ``ranks`` by patterns of names, ``rank`` for all other names.
 
     ``alphas`` and ``alpha`` likewise; ``stabilised``: alpha is divided by the root of the rank. ``targets`` are
-    parameters; ``modules`` are ends of names or a pattern of whole names, None where nothing names them, ``excluded``
-    likewise; ``layers`` are the only ones. ``grouped``: of the B of a stack, the columns of an expert lie together.
+    parameters; ``modules`` are ends of names or a pattern of whole names, None if nothing names them, ``excluded``
+    likewise; ``layers`` are the only layers that change. ``grouped``: in the B of a stack, the columns of an expert lie
+    together.
     """
 
     rank: int = field(metadata={"key": "r", "read": _RANK})
@@ -187,7 +188,7 @@ class Settings:
     layers: tuple[int, ...] = field(default=(), metadata={"key": "layers_to_transform"})
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The rank of what covers a name, by the first pattern that fits; several, if one may be for some of its
+        """Return the rank for a name, by the first pattern that fits; several, if an earlier one may hold for some
         indices alone.
         """
         first, ranks = with_first_indices(name), list[int]()
@@ -205,13 +206,15 @@ class Settings:
         return [format for format in versions() if (format.since or ()) <= self.version][:1] or versions()[-1:]
 
     def is_target(self, name: str) -> bool:
-        """Whether a parameter's name ends as one of ``target_parameters``, in which an index may be a number."""
+        """Whether a parameter's name ends as one of ``target_parameters``, which may have an index in place of a
+        number.
+        """
         words = name.split(".")
         ends = ((target, ".".join(words[-target.count(".") - 1 :])) for target in self.targets)
         return any(Pattern(end).match(target) is not None for target, end in ends)
 
     def names(self, module: str) -> bool:
-        """Whether PEFT would wrap a module of this name."""
+        """Whether PEFT wraps a module of this name."""
         if self.excluded is not None and _fits(module, self.excluded):
             return False
         if self.modules is None or (not isinstance(self.modules, re.Pattern) and module in self.modules):
@@ -277,7 +280,7 @@ class Adapted:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of matrices, of which A and B are joined."""
+        """Whether the parameter is a stack of matrices, whose A and B are joined."""
         return bool(self.forms)
 
     @property
@@ -338,8 +341,8 @@ def other_stacks(
 def _form(
     format: AdapterFormat, stack: ModuleTensor, config: Mapping[str, Any], depth: int = 0, *, grouped: bool = False
 ) -> tuple[str, FactorLayout]:
-    """What the names of A and B of a stack begin with in a format, and how they go on and lie; ``depth`` counts PEFT's
-    wrappers around it.
+    """Return the beginning of the names of A and B of a stack in a format, and their ends and axes. ``depth`` counts
+    PEFT's wrappers around the stack.
     """
     assert format.factors is not None
     module, _, leaf = stack.name.removesuffix(".weight").rpartition(".")

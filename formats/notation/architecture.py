@@ -40,7 +40,7 @@ from reshard.formats.notation.components import linear, unfused
 from reshard.formats.notation.expressions import Expression, read_expression
 
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
-"""What transformers' configuration classes say where a ``config.json`` says nothing."""
+"""The defaults of transformers' configuration classes, for settings that a ``config.json`` lacks."""
 SETTINGS = "peft_config"
 """The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
 
@@ -66,7 +66,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """What a rank's module of transformers has that the rank's own config.json cannot say, where ``when`` holds.
+    """Changes of a rank's module of transformers that the rank's own config.json cannot say, for models where ``when``
+    holds.
 
     ``attributes`` are set to the rank's own numbers. ``split`` gives the shapes of arguments, buffers and lists of
     modules that hold all ranks' parts: the rank takes its own. A module that is ``alone`` needs nothing from other
@@ -212,16 +213,16 @@ class Architecture:
         return name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
 
     def covers(self, template: str) -> bool:
-        """Whether a line, or one that ends in ``*``, covers the names of a template."""
+        """Whether a line covers the names of a template; the line may end in ``*``."""
         return template in self.tensors or self.match(with_first_indices(template)) is not None
 
     def stage_of(self, name: str) -> Expression | None:
-        """What ``[stages]`` says of a tensor of this name; None if it says nothing."""
+        """Return the line of ``[stages]`` for a tensor of this name; None if there is none."""
         match = _find(self.tries["stages"], name)
         return self.stages[match[0]] if match else None
 
     def is_table(self, template: str) -> bool:
-        """Whether a line outside all layers is of a vector for each token of the vocabulary."""
+        """Whether a line outside all layers has a vector for each token of the vocabulary."""
         shapes = (shape for rule in self.tensors[template] for shape in rule.shapes) if "{" not in template else ()
         axes = ([dim.axis for dim in shape.dims] for shape in shapes)
         return any(
@@ -230,7 +231,7 @@ class Architecture:
         )
 
     def stays_float32(self, name: str, settings: Mapping[str, Any], dtype: str) -> bool:
-        """Whether a tensor of this name is not to be cast to ``bf16`` or ``fp16``."""
+        """Whether a tensor of this name stays float32 in a cast to ``bf16`` or ``fp16``."""
         known = {**settings, "dtype": dtype}
         return any(part in name and when.evaluate(known.get) for part, when in self.float32.items())
 
@@ -244,9 +245,7 @@ class Architecture:
         return (*words[::2], *literal), numbers
 
     def index_places(self, name: str) -> Mapping[str, int]:
-        """Which of a name's numbers are indices: their positions among all its numbers, as far as a line knows the
-        name.
-        """
+        """Return the positions of a name's indices among all numbers in it, as far as a line knows the name."""
         *_, (_, places) = _walk(self.tries["tensors"], name)
         return places
 
@@ -282,7 +281,7 @@ class Architecture:
         module, prefix = template.rpartition(".")[0], self.prefixes[0] if self.prefixes else ""
         inner = module[len(prefix) :] if prefix and module.startswith(prefix) else module
         at = general.find(f"{inner}.")
-        return prefix + general[at:] if at >= 0 and module.startswith(prefix) else general
+        return (prefix if module.startswith(prefix) else "") + general[at:] if at >= 0 else general
 
     @cached_property
     def _literal_numbers(self) -> frozenset[str]:
@@ -328,7 +327,7 @@ class Architecture:
 
 
 def is_index(segment: str) -> bool:
-    """Whether a part of a tensor's name is the number of a layer, an expert, …"""
+    """Whether a segment of a tensor's name is the number of a layer, an expert, …"""
     return segment.isdecimal() and segment.isascii() and len(segment) < 10
 
 

@@ -33,7 +33,7 @@ BASES = BUILT_IN / "bases"
 HEADS = BASES / "heads.toml"
 """Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
 STAGES = BASES / "stages.toml"
-"""What stands behind the layers of most models: every architecture has this beside what its own file says."""
+"""Rules for the tensors behind the layers of most models. Every architecture has them beside its own file."""
 
 
 def load_architecture(path: Path) -> Architecture:
@@ -113,7 +113,9 @@ def _bases(document: Mapping[str, Any], path: Path) -> list[Path]:
 
 @lru_cache(maxsize=1)
 def _base_files() -> Mapping[str, Path]:
-    """What a file may build on, by name: the shared parts, and the built-in architectures themselves."""
+    """Return the files that an architecture file may build on, by name: the shared parts, and the built-in
+    architectures.
+    """
     return {path.stem: path for path in (*sorted(BUILT_IN.glob("*.toml")), *sorted(BASES.glob("*.toml")))}
 
 
@@ -129,7 +131,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
         for key, value in stated.items():
             if value is False and key not in inherited:
                 raise PlanError(
-                    f"plan file {path}: '{key} = false' under [{name}] takes away what no base has",
+                    f"plan file {path}: '{key} = false' under [{name}] removes nothing: no base has it",
                     'as an expression, write it in quotes: "False"',
                 )
         merged[name] = {key: value for key, value in {**inherited, **stated}.items() if value is not False}
@@ -137,7 +139,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> d
 
 
 def _first_prefix(document: Mapping[str, Any]) -> str:
-    """How a file spells its names: the first of its prefixes."""
+    """Return the first of a file's prefixes, with which it spells its own names; "" if it has none."""
     prefixes = document.get("prefixes")
     return prefixes[0] if isinstance(prefixes, list) and prefixes and isinstance(prefixes[0], str) else ""
 

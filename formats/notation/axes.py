@@ -22,8 +22,8 @@ from reshard.formats.errors import NotationError
 
 Factor = Union[str, int, "Dim"]
 Split = Literal["whole", "vector", "column", "row"]
-"""How ranks have a tensor: all of it, a part of a vector, of a matrix's output (column-parallel), or of its input
-(row-parallel).
+"""The kinds of split: ranks have a whole tensor, a part of a vector, of a matrix's output (column-parallel), or of its
+input (row-parallel).
 """
 
 OPEN = "..."
@@ -120,7 +120,7 @@ class Dim:
         return (self.step, self.per) if self.part is None else self.part.counted
 
     def places(self, indices: int) -> int:
-        """How many entries the first so many indices take."""
+        """Return the number of entries that the first ``indices`` indices take."""
         return -(-indices * self.per // self.step)
 
     def unfolded(self, sizes: Mapping[str, int]) -> tuple[Dim, ...]:
@@ -210,14 +210,14 @@ class Shape:
 
     @property
     def output_dim(self) -> int | None:
-        """Which dimension of a matrix is its output: the second to last, or the last after an arrow."""
+        """The dimension of a matrix that is its output: the second to last, or the last after an arrow."""
         if len(self.dims) < 2:
             return None
         return len(self.dims) - (1 if self.arrow is not None else 2)
 
     @property
     def input_dims(self) -> frozenset[int]:
-        """Which dimensions of a matrix are its input: those before an arrow, or the last one, ignoring plain numbers
+        """The dimensions of a matrix that are its input: those before an arrow, or the last one, ignoring plain numbers
         after it. A tensor with only one named dimension is not a matrix.
         """
         if self.arrow is not None:
@@ -228,7 +228,7 @@ class Shape:
         return frozenset({last}) if is_matrix and len(self.dims) > 1 else frozenset()
 
     def split(self, dealt: AbstractSet[str], experts: AbstractSet[str]) -> Split:
-        """How a tensor of this shape is split if ranks have parts of the axes ``dealt``.
+        """Return the kind of split of a tensor of this shape if ranks have parts of the axes ``dealt``.
 
         The axes of ``experts`` do not count: a stack is split as each of its matrices or vectors is.
         """
@@ -416,7 +416,7 @@ def product_runs(factors: Sequence[tuple[Sequence[Run], int]], what: object = "a
             inner = [Run(run.offset * inner_size, run.length * inner_size) for run in outer]
         else:
             if sum(run.length for run in outer) * len(inner) > MOST_RUNS:
-                raise NotationError(f"'{what}' falls into more than {MOST_RUNS:,} pieces for a rank")
+                raise NotationError(f"'{what}' has more than {MOST_RUNS:,} runs on a rank")
             indices = (index for run in outer for index in range(run.offset, run.end))
             inner = list(merge_runs(Run(i * inner_size + run.offset, run.length) for i in indices for run in inner))
         inner_size *= size
@@ -488,7 +488,8 @@ def segments(holders: Mapping[int, Sequence[Run]], ends: Iterable[int] = ()) -> 
 
 
 def deal(family: Sequence[str], sizes: Mapping[str, int], degree: int) -> dict[str, int] | None:
-    """How many parts each axis of a family is cut into so that together they absorb ``degree``, or None.
+    """Return the number of parts of each axis of a family, so that together they absorb ``degree``; None if they
+    cannot.
 
     The first axis takes as much as divides it (the greatest common divisor), the next one of the rest, and so on.
     """
@@ -501,7 +502,7 @@ def deal(family: Sequence[str], sizes: Mapping[str, int], degree: int) -> dict[s
 
 
 def share(parts: Mapping[str, int], rank: int) -> dict[str, Share]:
-    """What ``rank`` has of each axis of a family: its coordinates with the first axis slowest."""
+    """Return the share that ``rank`` has of each axis of a family: its coordinates, with the first axis slowest."""
     shares: dict[str, Share] = {}
     for axis in reversed(list(parts)):
         shares[axis] = Share(parts[axis], rank % parts[axis])
@@ -518,8 +519,8 @@ def degrees(family: Sequence[str], sizes: Mapping[str, int], limit: int) -> set[
 
 
 def unit_of(dim: Dim, axis: str, sizes: Mapping[str, int]) -> int:
-    """How many neighbouring indices of an axis together fill whole blocks of a dimension: 1 if it is not counted in
-    blocks.
+    """Return the number of neighbouring indices of an axis that together fill whole blocks of a dimension; 1 if the
+    dimension is not counted in blocks.
 
     For ``ff`` in ``(ff 2)/128`` it is 64. (It does not check that a block begins where the axis does: see ``owned``.)
     """
@@ -527,7 +528,9 @@ def unit_of(dim: Dim, axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def _strides(dim: Dim, axis: str, sizes: Mapping[str, int]) -> Iterator[int]:
-    """How many indices of a dimension lie within one of an axis, wherever the axis stands in it."""
+    """Yield the number of a dimension's indices within one index of an axis, at each place where the axis
+    stands in it.
+    """
     for summand in dim.summands:
         stride = 1
         for factor in reversed(summand.factors):

@@ -70,7 +70,7 @@ class Pattern:
         return re.compile("".join(parts))
 
     def match(self, name: str) -> Mapping[str, str] | None:
-        """What the wildcards stand for in a name, or None."""
+        """Return the texts that the wildcards stand for in a name; None if it does not match."""
         matched = self._regex.fullmatch(name)
         return matched.groupdict() if matched else None
 
@@ -100,7 +100,7 @@ def numbered_names(pattern: str, names: Iterable[str]) -> list[tuple[str, dict[s
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is divided over ``tp``, in place of what the model's rules say.
+    """The cut of a tensor over ``tp``, in place of the one by the model's rules.
 
     Along an ``axis``, or along a dimension ``dim``; with neither, the tensor is replicated. A dimension is divided into
     equal ranges, or each of its equal ``parts`` is.
@@ -182,7 +182,7 @@ class Line:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether the program's tensor has the dimensions of the one that it is made of."""
+        """Whether the program's tensor has the dimensions of its source."""
         changes = (self.output_first, self.by, self.ones is not None, self.cut, self.function)
         return [source.indices for source in self.sources] == [self.target.indices] and not any(changes)
 
@@ -315,6 +315,12 @@ def _of_each(key: str, reader: Reader[T]) -> Reader[Mapping[str, T]]:
     }
 
 
+def lines_of_types(groups: object) -> tuple[Line, ...]:
+    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
+    lines_of = of_types("tensors", LINES)(groups, "lines")
+    return tuple(replace(line, types=types) for types, lines in lines_of for line in lines)
+
+
 def _whole_names(value: object, where: str) -> frozenset[str]:
     ends_of = mapping(items(text))(value, where)
     return frozenset(f"{head}.{end}" if head else end for head, ends in ends_of.items() for end in ends)
@@ -336,13 +342,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Files:
-    """How the weight files of a rank are called.
+    """The names of a rank's weight files.
 
     ``name`` is the usual name, ``pp`` that with several pipeline stages, ``ep`` that with several ranks of experts,
     ``pp_ep`` that with both. If ``name`` cannot number several files, a rank that needs several has files named as in
     ``parts``, and an ``index``. All lie in ``folder``, which the file ``tracker`` names.
 
-    Where each ``{tensor}`` has a file of its own, ``weights`` is the ``{kind}`` of the model's; a state that is one of
+    If each ``{tensor}`` has a file of its own, ``weights`` is the ``{kind}`` of the model's; a state that is one of
     ``masters`` takes its place. States of the optimizer have their own kinds.
     """
 
@@ -369,17 +375,17 @@ class Files:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a training program reads them, with its states (see ``formats.files.training``)."""
+        """Whether a training program reads the files, with its states (see ``formats.files.training``)."""
         return self.name.endswith(".distcp") or self.is_single
 
     @property
     def is_single(self) -> bool:
-        """Whether each tensor, and each state of one, has a file."""
+        """Whether each tensor, and each state of one, has a file of its own."""
         return "{tensor}" in self.name
 
     @property
     def place(self) -> str:
-        """What stands before the name of each file: the folder, with ``/``."""
+        """The prefix of each file's name: the folder, with ``/``."""
         return f"{self.folder}/" if self.folder else ""
 
     def of(self, pp: bool, ep: bool) -> str:
@@ -407,12 +413,12 @@ READERS[Files] = lambda value, where: reader_of(Files)({"name": value} if isinst
 
 @dataclass(frozen=True)
 class Container:
-    """What the files hold beside tensors.
+    """The contents of files beside tensors.
 
     With ``chunks``, each file says where its chunks begin (see ``formats.files.chunks``). ``inside`` is the entry of a
     file that has the tensors, ``entries`` are the other entries. ``documents`` are further files with their contents:
-    JSON, or what torch.save writes if the name ends with ``.pt``. ``extra_state`` are weights whose modules expect an
-    ``_extra_state``: an empty one is written. ``ignored`` are unneeded tensors in older files.
+    JSON, or pickles as torch.save writes them if the name ends with ``.pt``. ``extra_state`` are weights whose modules
+    expect an ``_extra_state``: an empty one is written. ``ignored`` are unneeded tensors in older files.
     """
 
     chunks: bool = False
@@ -429,10 +435,10 @@ class Container:
 
 @dataclass(frozen=True)
 class Padding:
-    """What the vocabulary is padded to.
+    """The padded size of the vocabulary.
 
-    Its size becomes a multiple of the degree and of ``to``: an expression over ``size`` and ``tp``, 0 if there is no
-    padding at all. With ``free``, a folder that the program itself wrote may be padded to any size, with any values.
+    It becomes a multiple of the degree and of ``to``: an expression over ``size`` and ``tp``, 0 if there is no padding
+    at all. With ``free``, a folder that the program itself wrote may be padded to any size, with any values.
     """
 
     to: Expression | None = field(default=None, metadata={"key": "pad_vocabulary_to"})
@@ -444,7 +450,7 @@ class Padding:
             raise NotationError(f"pad_vocabulary_to: '{self.to.text}' should be over size and tp")
 
     def multiple(self, sizes: Iterable[int], tp: int) -> int:
-        """What sizes are padded to a multiple of, on ``tp`` ranks; 0 if they are not padded."""
+        """Return the number of which padded sizes are a multiple, on ``tp`` ranks; 0 if sizes are not padded."""
         if self.to is None:
             return 1
         return max((int(self.to.evaluate({"size": size, "tp": tp}.__getitem__)) for size in sizes), default=1)
@@ -487,7 +493,9 @@ class Types:
     does not have; with ``of_tokens`` it has only those with a head for tokens. ``compared`` has, if known, the types
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
-    any degree), and ``seen`` the names of all tensors that were compared. ``made_with`` has the programs' versions.
+    any degree), and ``seen`` the names of all tensors that were compared. ``published`` are lines for the names in
+    published checkpoints, where they are not those of the architecture's lines. ``made_with`` has the programs'
+    versions.
     """
 
     only: tuple[str, ...] = field(default=(), metadata={"key": None})
@@ -501,22 +509,25 @@ class Types:
     seen: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
+    published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
     made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:
-        """What the table calls a model of this config: the class, if it is one of ``classes``, or else its type."""
+        """Return the table's name for a model of this config: its class, if that is one of ``classes``, or else its
+        type.
+        """
         first = class_of(config)
         return first if first in self.classes else str(config.get("model_type"))
 
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What the program makes of tensors.
+    """The rules by which a program stores tensors.
 
     With ``keep``, a tensor that no line covers keeps its name. ``further`` renames tensors of layers after the model's
     last (MTP); the first that covers a name is taken. A scalar that ``vectors`` matches is stored with shape ``[1]``.
     ``numbered`` has the indices that each rank counts from 0. ``dtypes`` are wider dtypes, without loss, in which it
-    stores those of the model. Of models for which ``around_layers`` is true, all stages of a pipeline have what stands
+    stores those of the model. If ``around_layers`` is true for a model, all stages of a pipeline have the tensors
     before and behind the layers.
     """
 
@@ -569,14 +580,14 @@ class Rules:
 
     @cached_property
     def _parts(self) -> list[tuple[Pattern, str]]:
-        """What lines say before the label of a component, and the label."""
+        """The patterns in lines that end in the label of a component: the text before it, and the label."""
         sources = (source.text.rpartition(".") for line in self.lines for source in line.sources)
         labels = [(name, label) for name, _, label in sources if name.endswith((".*", ".weight", ".bias"))]
         return [(Pattern(name), label) for name, label in labels if label.isidentifier()]
 
 
 SOURCE_NAMES, PUBLISHED, MODULES = "source", "published", "modules"
-"""Whose names the tensors of a checkpoint have: the source's, the published ones, or transformers' modules'."""
+"""Names of a checkpoint's tensors: the source's, the published ones, or those of transformers' modules."""
 
 RULES = ("lines", "names", "constants", "dropped", "refusals", "stacks", "further")
 """The fields of ``Rules`` that may be of some model types alone."""
@@ -613,7 +624,7 @@ class Format:
 
     @property
     def takes_any_names(self) -> bool:
-        """Whether it stores tensors under the names that they have, published or those of transformers' modules."""
+        """Whether tensors keep their names in this format, published ones or those of transformers' modules."""
         return self.plain or (self.rules.keep and not self.rules.renames)
 
     @property

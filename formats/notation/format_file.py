@@ -1,4 +1,4 @@
-"""How another program stores the same elements: rewrites of names, and what is joined, stacked or reordered.
+"""Formats: the ways in which other programs store the same elements, by lines that rename, join, stack or reorder.
 
 A *format* is a list of lines. A line has a tensor name of the program, and the Hugging Face tensors that this tensor is
 made of::
@@ -50,17 +50,17 @@ from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
-    LINES,
     MODULES,
+    PUBLISHED,
     RULES,
     SOURCE_NAMES,
     Constant,
     Dropped,
     Format,
-    Line,
     Pattern,
     Rules,
     Types,
+    lines_of_types,
     of_types,
 )
 
@@ -87,13 +87,12 @@ class Factor:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """How a program stores an adapter.
+    """The form in which a program stores an adapter.
 
-    ``tried`` says what ran. ``second``: PEFT takes
-    the second dimension of a matrix as the input, except in models of the types ``flipped``. ``since`` is the first
-    version of PEFT that does so. ``words`` stand in names for those of weights. ``halves``: gate and up lie one after
-    the other, also where the checkpoint interleaves them. ``one_scale``: one rank and alpha for all. ``settings`` are
-    entries of ``adapter_config.json``.
+    ``tried`` says what ran. ``second``: PEFT takes the second dimension of a matrix as the input, except in models of
+    the types ``flipped``. ``since`` is the first version of PEFT that does so. ``words`` stand in names for those of
+    weights. ``halves``: gate and up lie one after the other, also where the checkpoint interleaves them. ``one_scale``:
+    one rank and alpha for all. ``settings`` are entries of ``adapter_config.json``.
     """
 
     name: str = field(metadata={"key": None})
@@ -116,7 +115,7 @@ class AdapterFormat:
         return None if self.a is None or self.b is None else (self.a, self.b)
 
     def takes_second(self, model_type: object) -> bool:
-        """Whether the second dimension of a matrix is taken as the input in models of this type."""
+        """Whether PEFT takes the second dimension of a matrix as the input in models of this type."""
         return self.second != (str(model_type) in self.flipped)
 
 
@@ -181,9 +180,9 @@ def format_names() -> Sequence[str]:
 
 
 def names_to_write() -> Sequence[str]:
-    """What ``--as`` offers, sorted: the formats of programs and of adapters, and Hugging Face's own.
+    """Return the names that ``--as`` offers, sorted: the formats of programs and of adapters, and Hugging Face's own.
 
-    A name with ``-live`` is of what a program has in memory: no program loads such files.
+    A name with ``-live`` is left out: it describes a program's memory, and no program loads such files.
     """
     return sorted([HUGGING_FACE.name, *adapter_format_names(), *(n for n in format_names() if not n.endswith("-live"))])
 
@@ -218,7 +217,7 @@ def _with_base(path: Path, folder: Path) -> dict[str, Any]:
         inherited: dict[str, Any] = below[name] if isinstance(below.get(name), dict) else {}
         for key in stated:
             if stated[key] is False and key not in inherited:
-                raise NotationError(f"'{key} = false' under [{name}] takes away what no base has")
+                raise NotationError(f"'{key} = false' under [{name}] removes nothing: no base has it")
         document[name] = {key: value for key, value in {**stated, **inherited, **stated}.items() if value is not False}
     return {key: value for key, value in {**below, **document}.items() if value is not False}
 
@@ -227,16 +226,10 @@ def _of_types(table: Record) -> tuple[Types, Rules]:
     """The table that a tool writes: what is known of each model type, and the rules that hold for some types."""
     dropped = table.get("dropped", of_types("names", items(READERS[Pattern])), ())
     return structure(Types, table), Rules(
-        lines=tuple(lines_of_types(table.get("lines", anything, []))),
+        lines=lines_of_types(table.get("lines", anything, [])),
         constants=table.get("constants", items(reader_of(Constant)), ()),
         dropped=tuple(Dropped(pattern, types=types) for types, patterns in dropped for pattern in patterns),
     )
-
-
-def lines_of_types(groups: object) -> list[Line]:
-    """Lines that hold for some model types, from a table that a tool writes. Raises ValueError, NotationError."""
-    lines_of = of_types("tensors", LINES)(groups, "lines")
-    return [replace(line, types=types) for types, lines in lines_of for line in lines]
 
 
 def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
@@ -252,7 +245,7 @@ def _format(name: str, table: Record, types: Types, of_some: Rules) -> Format:
 
 
 def _of_models(names: str, value: object) -> Rules:
-    """What stands under ``[models."a, b"]``: it holds for these model types alone."""
+    """Read a table ``[models."a, b"]``, whose rules hold only for these model types."""
     types = [name.strip() for name in names.split(",")]
     if "" in types:
         raise Unfit(f"'{names}' names a model type without a name")
@@ -280,6 +273,14 @@ def in_modules(plain: Format) -> Format:
     )  # fmt: skip
 
 
+@cache
+def in_published() -> Format:
+    """One full checkpoint with the names of published ones, of whatever prefix the model's tensors have their names."""
+    known = format_of("transformers").types
+    types, rules = Types(classes=known.classes), Rules(known.published, keep=True)
+    return replace(HUGGING_FACE, rules=rules, types=types, spelling=PUBLISHED, plain=False)
+
+
 def with_names(format: Format, names: str, of_source: str | None) -> Format:
     """A format with the ``names`` that are asked for, if it takes any: ``source``, which are ``of_source``,
     ``published`` or ``modules``.
@@ -289,7 +290,7 @@ def with_names(format: Format, names: str, of_source: str | None) -> Format:
 
 
 def is_in_modules(format: Format) -> bool:
-    """Whether a format, for whatever model, is that of one full checkpoint with the names of transformers' modules."""
+    """Whether a format is one full checkpoint with the names of transformers' modules, for whatever model."""
     return format.spelling == MODULES and format.files is HUGGING_FACE.files
 
 

@@ -1,4 +1,4 @@
-"""Which head the class in ``architectures`` of a config.json has: for tokens, another one, or none.
+"""The head of the class that ``architectures`` of a config.json names: for tokens, another one, or none.
 
 ``formats/heads.json`` has it for transformers' classes. ``python -m tools.heads`` writes it.
 """

@@ -1,4 +1,4 @@
-"""Which indices of each dimension a rank holds of a tensor that torch has sharded, from its placements alone.
+"""The indices of each dimension that a rank holds of a tensor that torch has sharded, from its placements alone.
 
 torch's own function (``compute_local_shape_and_global_offset``, torch 2.13) gives one box from the first offset, and is
 silent where the rank's indices have holes. Here they are runs. A strided placement can be read in two ways, and torch
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
 
 Placements = Sequence[Cut | None]
-"""What each dimension of the mesh does with a tensor; ``None``: its ranks hold the same."""
+"""The cut along each dimension of the mesh; ``None``: its ranks hold the same."""
 
 
 def cut(runs: Runs, pieces: int, index: int) -> Runs:
@@ -72,7 +72,9 @@ def runs_of(
 def in_order(
     shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Placements
 ) -> tuple[Runs, ...]:
-    """What ``distribute_tensor`` makes: each dimension of the mesh cuts what the ones before it have left."""
+    """Return a rank's runs as ``distribute_tensor`` makes them: each dimension of the mesh cuts what earlier
+    ones left.
+    """
     dims = _whole(shape)
     for size, index, placement in zip(sizes, coordinate, placements, strict=True):
         if placement is not None:
@@ -86,7 +88,8 @@ def in_order(
 def _sharded_last(
     shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Placements
 ) -> tuple[Runs, ...] | None:
-    """What ``fully_shard`` makes of a tensor that was sharded over later dimensions of the mesh: their cuts come first.
+    """Return a rank's runs as ``fully_shard`` makes them of a tensor that was sharded over later dimensions of the
+    mesh, whose cuts come first.
 
     ``None`` if the strided placements do not say exactly that.
     """

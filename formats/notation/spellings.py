@@ -1,26 +1,36 @@
-"""How the names of a model's tensors are spelled: as published, or as transformers' own modules have them.
+"""Spellings of the names of a model's tensors: as published, or as transformers' own modules have them.
 
 A checkpoint may have other names than the modules (``block_sparse_moe`` for ``mlp``), each expert by name where the
-module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components. What a module's
-tensor is made of stands in ``formats/programs/transformers.json``.
+module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules have its components.
+``formats/programs/transformers.json`` says which tensors a module's tensor is made of.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from reshard.formats.errors import NotationError
-from reshard.formats.notation.architecture import ROOT, Architecture, LineNames, Rule, filled, with_first_indices
+from reshard.formats.notation.architecture import (
+    ROOT,
+    Architecture,
+    LineNames,
+    Match,
+    Rule,
+    filled,
+    numbers_in,
+    with_first_indices,
+)
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import components
 from reshard.formats.notation.expressions import Expression
-from reshard.formats.notation.format import Use
-from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.format import MODULES, Rules, Use
+from reshard.formats.notation.format_file import format_of, in_published
+from reshard.formats.notation.heads import NO_HEAD, class_of, head_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,11 @@ class ModuleTensor:
     turned: bool = False
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is one of the checkpoint's tensors, with all its indices."""
+        return self.stacked is None and len(self.parts) == 1 and self.parts[0].label is None
+
+    @property
     def dims(self) -> int:
         """The number of dimensions of its first shape; 0 if it may have any."""
         first = self.shapes[0][0] if self.shapes else None
@@ -75,6 +90,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
                 break
         else:
             yield ModuleTensor(template, (Part(template),), shapes)
+            yield from _below(template, shapes, rules)
             continue
         for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
             joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
@@ -84,6 +100,14 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         if len(slots) == len(use.line.sources):
             turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
             yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
+
+
+def _below(template: str, shapes: Shapes, rules: Rules) -> Iterator[ModuleTensor]:
+    """The tensors of an open line for which there are lines of their own."""
+    for line in rules.lines if template.endswith("*") else ():
+        names = [pattern.text.replace("**", "*") for pattern in (line.target, *line.sources)]
+        if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] != template:
+            yield ModuleTensor(names[0], (Part(names[1]),), shapes)
 
 
 def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
@@ -122,19 +146,27 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
 
 
 class Spellings:
-    """The two spellings of a model's tensors, by an architecture and a config.json."""
+    """The spellings of a model's tensors, by an architecture and a config.json: those that are published, and those of
+    transformers' modules.
+    """
 
     def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
+        format = format_of("transformers").of(config)
+        self._modules, self._published = format.rules, in_published().of(config).rules
+        is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
+        self._is_known = not is_bare and bool(self._modules.lines or self._published.lines)
 
     @cached_property
     def of_modules(self) -> frozenset[str]:
-        """The lines of the architecture that are of tensors which transformers' modules make of several others."""
-        names = (with_first_indices(t.name) for t in self._tensors if t.stacked is not None or len(t.parts) > 1)
+        """The lines of the architecture that are of tensors which transformers' modules make of several others, or of a
+        part of one.
+        """
+        names = (with_first_indices(t.name) for t in self._tensors if not t.is_whole)
         return frozenset(match.template for match in map(self._architecture.match, names) if match is not None)
 
     def is_joined(self, name: str) -> bool:
-        """Whether a tensor is one that modules make of several."""
+        """Whether modules make this tensor of several."""
         match = self._architecture.match(name) if self.of_modules else None
         return match is not None and match.template in self.of_modules
 
@@ -148,11 +180,18 @@ class Spellings:
     @cached_property
     def _renamed(self) -> Mapping[str, str]:
         """The modules' templates by those of checkpoints, where one tensor is all of the other."""
-        whole = (tensor for tensor in self._tensors if len(tensor.parts) == 1 and tensor.stacked is None)
-        return {tensor.parts[0].source: tensor.name for tensor in whole if tensor.parts[0].label is None}
+        return {tensor.parts[0].source: tensor.name for tensor in self._tensors if tensor.is_whole}
+
+    @cached_property
+    def _sources(self) -> Mapping[str, str]:
+        """The same the other way, where they differ: of lines that give the same name, the first counts."""
+        lines = {id(line): place for place, line in enumerate(self._modules.lines)}
+        pairs = [(source, name) for source, name in self._renamed.items() if name != source]
+        pairs.sort(key=lambda pair: -min((lines[id(use.line)] for use in self._modules.uses(pair[0])), default=0))
+        return {name: source for source, name in pairs}
 
     def tensor(self, name: str) -> Hashable:
-        """What a tensor's names have in common: the module's tensor, or else the line and the indices."""
+        """Return a key that all names of a tensor share: the module's tensor, or else the line and the indices."""
         spelled, match = self.in_modules(name), self._architecture.match(name)
         module, _, leaf = name.rpartition(".")
         if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):
@@ -163,20 +202,59 @@ class Spellings:
 
     def in_modules(self, name: str) -> str | None:
         """The name of a tensor as transformers itself spells it; None if no module has this tensor, as a whole."""
-        found = self._module_names.find(name)
-        if found is not None and not found[0].endswith("*"):
-            return filled(*found)
+        if (found := self._of_module(name)) is not None:
+            return found[0]
         match = self._architecture.match(name)
-        template = self._renamed.get(match.template) if match is not None else None
-        if match is not None and template is not None and not template.endswith("*"):
-            return filled(template, match.indices)
-        if found is not None:  # of an open line the root alone is known
-            of_root = name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
-            stem = filled(*found).removesuffix("*")
-            if (spelled := next((each for each in (name, of_root) if each.startswith(stem)), None)) is not None:
-                return spelled
-        if match is None or template is None:
+        return self._by_lines(self._modules, name, match) if match and match.template in self._renamed else None
+
+    def _of_module(self, name: str) -> tuple[str, str] | None:
+        """A name as modules have it, with the root or without, and the same in the architecture's own spelling; None if
+        it is not one of those that modules alone have.
+        """
+        found, match = self._module_names.find(name), self._architecture.match(name)
+        if found is None:
             return None
-        stem, other = (filled(line, match.indices).removesuffix("*") for line in (match.template, template))
-        stated = self._architecture.stated(name)
-        return other + stated.removeprefix(stem) if stated.startswith(stem) else stated
+        stem, source = (filled(each, found[1]) for each in (found[0], self._sources.get(found[0], found[0])))
+        if not stem.endswith("*"):
+            return stem, source
+        use = self._use(self._modules, name, match) if match is not None else None
+        is_own = match is not None and not match.template.endswith("*")
+        if is_own or (use is not None and len(use.line.sources[use.source].text) > len(stem)):
+            return None
+        forms = name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+        spelled = next((form for form in forms if form.startswith(stem[:-1])), None)
+        return None if spelled is None else (spelled, source[:-1] + spelled.removeprefix(stem[:-1]))
+
+    def published(self, name: str) -> str | None:
+        """The name of a tensor in published checkpoints of its type and class; None if it is not known, or if it is one
+        of several there.
+        """
+        module, _, leaf = name.rpartition(".")
+        name = (self._of_module(name) or (name, name))[1]
+        if not self._is_known or self.is_joined(name):
+            return None
+        if (match := self._architecture.match(name)) is not None:
+            return self._by_lines(self._published, name, match)
+        of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
+        return None if of_weight is None else of_weight.removesuffix("weight") + leaf
+
+    def only(self, names: str) -> Callable[[str], str | None]:
+        """Gives a name again that is ``published``, or one of ``modules``."""
+        spell = self.in_modules if names == MODULES else self.published
+        return lambda name: name if spell(name) == name else None
+
+    def are_of_modules(self, names: Collection[str]) -> bool:
+        """Whether tensors have the names that transformers' modules have, and not the published ones."""
+        count = sum((self.in_modules(name) == name) - (self.published(name) == name) for name in names)
+        return self._is_known and (count > 0 or any(map(self.is_joined, names)))
+
+    def _use(self, rules: Rules, name: str, match: Match) -> Use | None:
+        """The line that covers a whole tensor of any name; ``match`` is the architecture's line of it."""
+        pattern = self._architecture.pattern_of(name, match.template)
+        return next((use for use in rules.uses(pattern) if not use.line.also), None)
+
+    def _by_lines(self, rules: Rules, name: str, match: Match) -> str:
+        """A name, in whatever prefix, as lines spell it."""
+        use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
+        target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
+        return filled(target, {**{f"number{place}": number for place, number in numbers}, **match.indices})

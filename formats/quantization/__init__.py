@@ -1,1 +1,1 @@
-"""What belongs to a quantized weight, as functions of the rule of the weight."""
+"""Companions of a quantized weight (scales, packed integers), whose rules follow from the weight's rule."""

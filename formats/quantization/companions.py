@@ -1,17 +1,17 @@
-"""What belongs to a quantized weight: packed integers, scales, zero points, as functions of the weight's own rule.
+"""Companions of a quantized weight: packed integers, scales and zero points, whose rules follow from the weight's rule.
 
 No tensor of a quantized checkpoint has a rule of its own. ``"in/8 -> out"`` says how GPTQ stores a weight whose rule
-is ``output input``: the input first, eight to an integer. ``out`` and ``in`` stand for the weight's two dimensions (and
-``(out in)/64`` for its elements in one row, in blocks of 64), ``lead`` for those before them (experts), ``groups`` for
-the groups along the input where every rank keeps them all, ``heads`` and ``kvheads`` for the heads that are the input
-of an attention's last weight, of queries and of keys.
-``stored`` at the start of a pattern says that out and in change places if the checkpoint stores the weight input
-first. Which pattern each method has is in ``methods.toml``. See docs/reference/quantization.md.
+is ``output input``: the input first, eight to an integer. ``out`` and ``in`` are the weight's two dimensions,
+``(out in)/64`` its elements in one row, in blocks of 64. ``lead`` are the dimensions before them (experts); ``groups``
+are groups along the input, which every rank keeps in full. ``heads`` and ``kvheads`` are the heads of queries and of
+keys that are the input of an attention's last weight. If a pattern begins with ``stored``, out and in change places in
+checkpoints that store the weight input first. ``methods.toml`` has the patterns of each method. See
+docs/reference/quantization.md.
 
-Some tensors state the shape of their weight, which on a rank is the rank's own: compressed-tensors' ``weight_shape`` is
-the shape as integers; bitsandbytes' ``quant_state`` is JSON, as bytes, in which
-``shape`` is one of the settings. Another shape is put into the same number of bytes, so that the first can be put back
-to the byte: in JSON, spaces stand behind it.
+Some tensors state the shape of their weight, which on a rank is that of the rank's part: compressed-tensors'
+``weight_shape`` is the shape as integers; bitsandbytes' ``quant_state`` is JSON, as bytes, with a setting ``shape``. A
+new shape is written into the same number of bytes (JSON is filled up with spaces), so that the first one can be
+restored to the byte.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADVICE: Mapping[str, str] = {
 
 
 def is_of_activations(name: str) -> bool:
-    """Whether a tensor that belongs to a weight is for activations or the cache, and no part of what the weight is."""
+    """Whether a companion is for activations or the cache, and so says nothing about the weight's values."""
     return name.endswith((*OF_ACTIVATIONS, *OF_ATTENTION, "input_scale_ub"))
 
 
@@ -85,7 +85,7 @@ def _weight(name: str, suffix: str) -> str:
 
 
 def takes_heads(weight: Shape) -> bool:
-    """Whether a weight is what an attention ends in: its input is a product of axes, heads first."""
+    """Whether a weight is the last of an attention: its input is a product of axes, heads first."""
     if weight.output_dim is None:
         return False
     (input_dim,) = {len(weight.dims) - 2, len(weight.dims) - 1} - {weight.output_dim}
@@ -94,7 +94,7 @@ def takes_heads(weight: Shape) -> bool:
 
 
 def makes_heads(weight: Shape) -> bool:
-    """Whether an output of a weight, or a part of it, is a product of axes, heads first: queries, keys or values."""
+    """Whether a weight's output, or a part of it, is a product of axes, heads first: queries, keys or values."""
     return weight.output_dim is not None and any(map(_is_of_heads, weight.dims[weight.output_dim].summands))
 
 

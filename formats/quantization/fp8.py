@@ -42,7 +42,7 @@ _AT_ONCE = 1 << 18
 
 
 class Grid(NamedTuple):
-    """Where a weight's scales apply: ``rows`` x ``columns`` of each of its matrices, and those of a block."""
+    """The blocks of a weight that share a scale: sizes of each of its matrices, and of a block."""
 
     rows: int
     columns: int
@@ -123,9 +123,10 @@ def _refused(name: str, config: Mapping[str, Any], what: str) -> PlanError:
 def _grid(
     weight: tuple[int, ...], scale: tuple[int, ...], patterns: Sequence[str], ways: Collection[bool]
 ) -> Grid | None:
-    """Where the scales of a weight apply, by the patterns that scales may have; None: none fits, or two that differ.
+    """Return the blocks that fit the shapes of a weight and its scales, by the patterns that scales may have; None if
+    no pattern fits, or two fit with different blocks.
 
-    A weight of ``ways`` has its input first (True) or its output.
+    ``ways`` says whether the weight may have its input first (True) or its output first (False).
     """
     *lead, rows, columns = (1,) * (2 - len(weight)) + weight
     sizes = {"rows": rows, "columns": columns} | {f"lead{place}": size for place, size in enumerate(lead)}

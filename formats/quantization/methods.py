@@ -40,7 +40,9 @@ from reshard.formats.quantization.companions import (
 _KEYS = ("quantization_config", "compression_config")
 """Today's name and an older one."""
 _INNER = ("quantization_config", "quantization")
-"""What settings may hold once more: compressed-tensors' in a config of its own, ModelOpt's beside its producer."""
+"""Keys under which settings may stand once more: compressed-tensors in a config of its own; ModelOpt beside its
+producer.
+"""
 _DEEPEST = 3
 """Sections within sections that are searched."""
 
@@ -110,7 +112,7 @@ _KINDS: Mapping[str, Reader[Any]] = {
     "targets": optional(items(_target)),
 }
 _OUTERMOST: Mapping[str, Reader[Any]] = {"dynamic": optional(_expressions)}
-"""What some word means at the top alone: compressed-tensors says of weights whether they are ``dynamic``."""
+"""Readers of words that have a meaning at the top alone: compressed-tensors has ``dynamic`` for weights."""
 
 
 def check_settings(settings: Mapping[str, Any], method: str) -> None:
@@ -147,10 +149,10 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme:
-    """What the quantization settings of a config say of names. Where they name no method, scales are read as ModelOpt
-    writes them.
+    """Return the companions that a config's quantization settings give each weight. Settings without a method are read
+    as ModelOpt's.
 
-    Raises PlanError for settings that are not of their kind.
+    Raises PlanError for settings of a wrong kind.
     """
     settings = quantization_settings(config)
     if not settings:
@@ -225,8 +227,8 @@ def _table(name: str, settings: Mapping[str, Any]) -> Table:
 
 
 _PARTS = {"scalar": " | 1", "by_row": "lead out 1 | lead out", "by_expert": " | lead | 1 | lead 1 1"}
-"""What many tables have. Of fused experts a rank may hold one alone: so ``lead``, which is nothing without experts and
-then does not fit, stands before ``1``.
+"""Patterns that many tables use. ``lead`` comes before ``1``: a rank may hold one of several fused experts, and without
+experts ``lead`` is empty and does not fit.
 """
 
 

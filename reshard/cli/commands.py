@@ -33,7 +33,7 @@ COMMANDS = {
     "live": ("reshard.live.cli:live_command", "Push weights between running processes: plan it, check it."),
     "merge": ("reshard.cli.split:merge_command", "Merge ranks into one full checkpoint again."),
 }
-"""Name -> where the command is, and its line in ``reshard --help``; in the order in which one uses them."""
+"""Each command's module, and its line in ``reshard --help``, by name; in the order in which one uses them."""
 
 
 class LazyGroup(click.Group):
@@ -61,7 +61,9 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first word names. Raises ReshardError that says what any other may mean."""
+        """Return the command that the first word names. Raises ReshardError for another word, with its likely
+        meaning.
+        """
         if args[:1] == ["help"]:  # help split
             args = [*args[1:2], "--help"]
             if args == ["--help"]:

@@ -1,4 +1,4 @@
-"""What the tests have verified of each model type, as ``coverage.json`` records it (``make docs`` writes that file)."""
+"""Results of the tests for each model type, from ``coverage.json`` (``make docs`` writes that file)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
 
 
 def _why_not(source: Source, name: str) -> str | None:
-    """Why a source cannot be written in a format; None if it can."""
+    """Return the reason why a source cannot be written in a format; None if it can."""
     from reshard.formats.mesh import Mesh
     from reshard.formats.notation.architecture import SETTINGS
     from reshard.formats.notation.format_file import format_of

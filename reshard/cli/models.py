@@ -20,7 +20,7 @@ _VERIFIED = {
     "bytes": ("bytes", "bytes, not forward; the tests have a small model of it, for --tp {}"),
     "forward": ("bytes, forward", "bytes and forward; the tests have a small model of it, for --tp {}"),
 }
-"""What the tests verify of a type, in a list of types and of one alone."""
+"""The tests' results for a type: in a list of types, and alone."""
 
 
 @click.command(
@@ -39,7 +39,7 @@ def models_command(name: str | None, as_json: bool) -> None:
     NAME shows one type in detail, or lists all types with NAME in their name or in the name of their rules.
 
     'verified' says what the tests verify on a small model of that type: the bytes, or the forward pass too. 'same
-    rules': they have a model of another type, which has the same rules.
+    rules': the tests have a model of another type with the same rules.
     """
     files = built_in_architectures()
     part, words = (name or "").lower(), {type_of: f"{type_of} {file.stem}".lower() for type_of, file in files.items()}
@@ -74,7 +74,7 @@ _load = lru_cache(load_architecture)
 
 
 def _ruled(name: str) -> dict[str, Any]:
-    """What the rules of a model type say: the families of axes that are split, and the axes that are padded."""
+    """Return the families of axes that a model type's rules split, and the axes that they pad."""
     architecture = _load(built_in_architectures()[name])
     families = {dim: [[*family] for family in families] for dim, families in architecture.families.items()}
     return {"families": families, "padded": [*architecture.pad]}

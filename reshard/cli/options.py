@@ -31,7 +31,7 @@ _WIDEST = 24
 
 
 class Group(Enum):
-    """What an option is about, and the heading of its group. The groups of a command are shown in this order."""
+    """The groups of options, with their headings. The help of a command shows them in this order."""
 
     WHAT = "What"
     WHERE = "Where from"
@@ -48,7 +48,7 @@ class Option(click.Option):
         self.names, self.group, self.settings = names, group, settings
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """What click adds to the help: the default, but not ``x>=1``, which nobody tries to pass."""
+        """Return click's additions to the help: the default, but not ``x>=1``, which nobody tries to pass."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
@@ -88,7 +88,7 @@ class Command(click.Command):
         self.examples = examples
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """What the command does, the examples, and the rest of the docstring."""
+        """Write the first sentence of the docstring, the examples, and the rest of the docstring."""
         first, _, details = inspect.cleandoc(self.help or "").partition("\n\n")
         self._write_text(formatter, first)
         with formatter.section("Examples"):
@@ -121,7 +121,9 @@ _Request = TypeVar("_Request")
 
 
 class Value(click.ParamType):  # type: ignore[type-arg]  # it takes none before click 8.4
-    """What ``read`` makes of a text; its ValueError says what is wrong with it. ``known`` are words to complete."""
+    """A type of values: ``read`` parses a text, or raises ValueError with the fault. ``known`` are words to
+    complete.
+    """
 
     def __init__(self, name: str, read: Callable[[str], Any] = str, known: Callable[[], Iterable[str]] = tuple) -> None:
         self.name, self._read, self._choices = name, read, known
@@ -207,7 +209,7 @@ def model_types() -> Iterable[str]:
 
 
 class LocalPath(click.Path):
-    """A place on this machine: no URL, of which a folder with the URL's password in its name would be made."""
+    """A place on this machine. A URL is refused: it would become a folder with the URL's password in its name."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path. Raises click.BadParameter for a URL."""
@@ -230,7 +232,9 @@ def negated(_: click.Context, __: click.Parameter, is_given: bool) -> bool:
 
 
 PLACE = click.Path(readable=False)
-"""What names a checkpoint: a path, which a shell completes and nothing checks here, a Hub id or a URL."""
+"""The type of a checkpoint's name: a path, a Hub id or a URL. A shell completes it as a path; nothing checks it
+here.
+"""
 PATH = LocalPath(path_type=Path)
 FILE = LocalPath(dir_okay=False, path_type=Path)
 
@@ -292,6 +296,7 @@ _ALL = (
     Option("--workers", group=_HOW, type=click.IntRange(min=1), metavar="N",
            help="Threads; default: one a core, 2 to 8."),
     Option("--dry-run", group=_HOW, is_flag=True, help="Check everything and write nothing."),
+    Option("--moves", group=_RARE, is_flag=True, help="Print what would go from where to where; write nothing."),
     Option("--overwrite", group=_OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),
     Option("--fsync", group=_RARE, is_flag=True, help="Flush OUT to the disk, against power failure."),
     Option("--no-checksum", "checksum", group=_RARE, is_flag=True, callback=negated,
@@ -311,7 +316,7 @@ MESH = ("tp", "ep", "pp", "pp_layers", "same_ranks", "uneven")
 PADDING = ("pad_vocab_to", "pad_vocab")
 HUB = ("revision", "token", "cache_dir")
 ACCESS = ("plan_file", "config", "weights", *HUB)
-WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "overwrite", "fsync", "checksum", "progress")
+WRITING = ("part", *ACCESS, "download", "workers", "dry_run", "moves", "overwrite", "fsync", "checksum", "progress")
 
 
 def changed(field: str, **settings: Any) -> Option:
@@ -350,7 +355,7 @@ def has_degree(options: Mapping[str, Any]) -> bool:
 
 
 def option_names(command: click.Command) -> Callable[[str, object], str]:
-    """How a field of a request with a value is given to this command: ``--tp 4``."""
+    """Return a function that writes a field of a request with its value as an option of this command: ``--tp 4``."""
     options = {str(par.name): max(par.opts, key=len) for par in command.params if isinstance(par, click.Option)}
     return partial(typed, options=options)
 

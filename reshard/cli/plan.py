@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 _HUB = {"--revision", "--token", "--cache-dir", "--debug"}
-"""What goes with all that ``plan`` can do."""
+"""Options that go with everything that ``plan`` can do."""
 _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as"}
-"""What says more than ``--tp`` of what each rank holds."""
+"""Options besides ``--tp`` that change the parts of the ranks."""
 
 
 @click.command(
@@ -211,7 +211,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 
 
 def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
-    """Print what each rank owns."""
+    """Print the part of each rank."""
     from reshard.commands.plan import plan_text, title
     from reshard.formats.notation.format_file import OWN
     from reshard.mesh.totals import rows_of, totals_of
@@ -240,7 +240,7 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
 
 
 def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
-    """Print what a program would store."""
+    """Print the tensors that a program would store."""
     from reshard.commands.plan import sources_text, stored_rows, title
     from reshard.placement.arrangement import arrangement_of
 

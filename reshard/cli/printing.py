@@ -1,4 +1,4 @@
-"""What commands print, and how they end.
+"""Output of commands, and their exit codes.
 
 A result goes to stdout, as text or as one JSON document; notes, how far a long command is (a bar on a terminal,
 elsewhere a plain line every minute), and the ``Error:`` and ``Hint:`` lines go to stderr.
@@ -41,7 +41,7 @@ class UnprintableError(ReshardError):
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines of the result; what a terminal would obey in a name that was read is escaped."""
+    """Print lines of the result. Characters of a name that a terminal would obey are escaped."""
     _print("\n".join(printable(line) for text in lines for line in text.split("\n")))
 
 
@@ -161,7 +161,7 @@ def _print_aside(text: str, colour: bool | None = None) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Let what could not be written lead nowhere, or Python would try again at its end."""
+    """Send unwritten output nowhere; else Python would try again when it ends."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -184,7 +184,8 @@ INTERVAL = 60.0
 
 @contextlib.contextmanager
 def progress_of(title: str, *, how: str) -> Iterator[Callable[..., None]]:
-    """What any thread calls with the bytes that are done, the total, and the number of requests made a second time.
+    """Show progress; yields a function for any thread: it takes the bytes done, the total, and the number of repeated
+    requests.
 
     ``how`` is ``bar``, ``log`` (plain lines), ``none``, or ``auto``: a bar where stderr is a terminal, else lines.
     """
@@ -238,7 +239,7 @@ def show_tracebacks(context: click.Context, _: click.Parameter, value: bool) -> 
 
 
 def tracebacks_are_wanted() -> bool:
-    """Whether the command that is running was given ``--debug``."""
+    """Whether the running command was given ``--debug``."""
     return bool(click.get_current_context().ensure_object(dict).get("tracebacks"))
 
 
@@ -301,7 +302,7 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> i
 
 
 def _help_of(group: click.Group, arguments: Sequence[str]) -> str:
-    """Where the command is explained whose line is refused."""
+    """Return the hint with the ``--help`` of the command whose line is refused."""
     name = next((word for word in arguments if word in group.list_commands(click.Context(group))), None)
     return f"see 'reshard {f'{name} ' if name else ''}--help'"
 

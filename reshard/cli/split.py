@@ -1,4 +1,4 @@
-"""``reshard split``, ``merge`` and ``patch``: one engine carries them out, and one summary says what was done."""
+"""``reshard split``, ``merge`` and ``patch``: one engine carries them out, and one summary tells the result."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ def without_numpys_threads() -> None:
 
 
 def carry_out(options: dict[str, Any], **fields: Any) -> None:
-    """Have the function of the command's name write what the options request, show how far it is, and print what was
-    done.
+    """Call the function of the command's name with a request of these options, show its progress, and print its
+    summary.
     """
     without_numpys_threads()
     from reshard.commands import split as commands
+    from reshard.writing.summary import file_document, move_document, move_lines
 
     command = getattr(commands, str(click.get_current_context().info_name))
     request = get_type_hints(command)["request"]
-    as_json, quiet, progress = (options.pop(name) for name in ("as_json", "quiet", "progress"))
+    as_json, quiet, progress, with_moves = (options.pop(name) for name in ("as_json", "quiet", "progress", "moves"))
+    options["dry_run"] |= with_moves
     started, is_silent = time.monotonic(), quiet or as_json
     with progress_of(command.__name__, how="none" if is_silent else progress) as display:
         asked = request_of(request, options, **fields, quiet=is_silent, progress=lambda state: display(*state))
@@ -60,6 +62,7 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
     try:
         if as_json:
             keys = {"nbytes": "bytes", "written": "bytes_written", "fetched": "bytes_fetched", "error": "", "spent": ""}
+            keys |= {"planned": "", "moves": ""}
             spent, error = summary.spent._asdict() if summary.spent else {}, summary.error
             document = {
                 **fields_of(summary, **keys, tried_again="requests_tried_again"),
@@ -68,7 +71,13 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
                 "time": {key: round(value, 3) for key, value in spent.items()} or None,
                 "quantization_error": {"weight": error[0], "relative": error[1]} if error else None,
             }
+            if summary.dry_run:
+                document["file_plans"] = [*map(file_document, summary.planned)]
+            if with_moves:
+                document["moves"] = [*map(move_document, summary.moves)]
             print_json(document)
+        elif with_moves:
+            print_lines("\n".join(line for job in summary.moves for line in move_lines(move_document(job))))
         elif quiet:
             print_path(summary.out)
         else:

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints."""
+"""The differences between two checkpoints, as a command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.transforms.opening import open_beside
 
 @dataclass(frozen=True)
 class DiffRequest(Access):
-    """What ``diff`` takes: two checkpoints of one model, each in any form.
+    """Arguments of ``diff``: two checkpoints of one model, each in any form.
 
     ``a``: the first: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``b``: the second.
@@ -38,9 +38,9 @@ class DiffRequest(Access):
 
 
 def diff(request: DiffRequest) -> Diff:
-    """Which tensors of two checkpoints differ, and how much. Each byte is read once, in constant memory.
+    """Compare two checkpoints: which tensors differ, and how much. Each byte is read once, in constant memory.
 
-    Raises ReshardError, also where copies of a tensor in one of them differ.
+    Raises ReshardError, also if copies of a tensor in one of them differ.
     """
     if request.compress and request.out is None:
         raise refused("compress", None, "no delta is written", instead=({"out": None},))

@@ -60,7 +60,7 @@ def by_fields(
 
 
 class _Word(str):
-    """What a signature shows as it is, without quotes."""
+    """A text that a signature shows as it is, without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -83,14 +83,14 @@ def _shown(whole: Signature, returned: str) -> Signature:
 
 
 def _said(name: str, text: str) -> str:
-    """What the docstrings of requests say of a field."""
+    """Return the description of a field in the docstring of a request; "" if it has none."""
     match = re.search(rf"^``{name}``: (.*(?:\n    .*)*)", text, re.MULTILINE)
     return " ".join(match[1].split()) if match else ""
 
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[..., None]]:
-    """What shows the bytes that are done as a bar, in a notebook too. Any thread may call it."""
+    """Show a bar of the bytes that are done, in a notebook too; yields the function that moves it, for any thread."""
     from tqdm.auto import tqdm
 
     lock = Lock()

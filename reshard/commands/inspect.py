@@ -1,5 +1,5 @@
-"""What a folder is: a full checkpoint, a split one in whatever format, one rank of it, or unfinished output; and
-whether it is complete.
+"""A description of a folder: a full checkpoint, a split one in whatever format, one rank of it, or unfinished output;
+and whether it is complete.
 
 It needs no rules for the architecture, and accepts incomplete checkpoints: it says what is missing.
 """
@@ -51,13 +51,17 @@ from reshard.text import Result, human_bytes, plural
 
 @dataclass(repr=False)
 class Report(Result):
-    """What a path is. True if it is complete.
+    """A description of a path. True if it is a complete checkpoint.
 
     ``nbytes``: the size of the weight files. ``parameters`` and ``dtypes`` count the elements of the full ``model``, or
-    of ``everything`` (``parameters_are_of``); none of shards that cannot be opened and have no manifest. ``loaded_by``:
-    the program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
-    three are None for reshard's own format. ``problems``: why it is not complete, or is not what it claims to be.
-    ``refused``: why split would refuse the folder, though nothing is missing in it.
+    of
+    ``everything`` (``parameters_are_of``); none of shards that cannot be opened and have no manifest. ``loaded_by``:
+    the
+    program whose format it is, ``load``: the command that loads it; ``has_manifest``: whether reshard wrote it. All
+    three
+    are None for reshard's own format. ``problems``: why it is not complete, or is not what it claims to be.
+    ``refused``:
+    why split would refuse the folder, though nothing is missing in it.
     """
 
     path: FilePath
@@ -71,13 +75,13 @@ class Report(Result):
     any_mesh: bool = False
     """Any mesh loads it; ``mesh`` is the one that it was written on."""
     beside: tuple[str, ...] = ()
-    """What is stored besides the model: training states, and files that are not read with it."""
+    """Contents besides the model: training states, and files that are not read with it."""
     without: tuple[str, ...] = ()
     """The towers of the model type, if it is a language model alone."""
     lora: str | None = None
-    """What is said of the LoRA adapter among the weights of a training run."""
+    """A sentence on the LoRA adapter among the weights of a training run."""
     holds: tuple[str, ...] = ()
-    """How the names of a training run begin, whose model is not known."""
+    """Prefixes of a training run's names, if its model is not known."""
     nbytes: int = 0
     files: int = 0
     mesh: Mesh | None = None
@@ -109,7 +113,7 @@ class Report(Result):
 
     @property
     def headline(self) -> str:
-        """What it is, its format and mesh, and whether it is complete."""
+        """One line: its kind, format and mesh, and whether it is complete."""
         words = (self.kind, self.format, self.model_type, str(self.mesh or ""))
         state = "complete" if self.complete else "not complete"
         return f"{self.path}: {', '.join(filter(None, (*words, state)))}"
@@ -121,7 +125,7 @@ class Report(Result):
 
 @dataclass(frozen=True)
 class InspectRequest(HubAccess):
-    """What ``inspect`` takes.
+    """Arguments of ``inspect``.
 
     ``source``: a folder, a file, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     """
@@ -312,7 +316,7 @@ def _take_distributed(report: Report, folder: Folder) -> bool:
 
 
 def _take_trainer(report: Report, what: str | None) -> None:
-    """What a training program saved in a form of its own; nothing else loads it."""
+    """Report a training program's own form; nothing else loads it."""
     if what is not None:
         report.kind, report.format = "training checkpoint", what
         report.loaded_by = report.load = report.has_manifest = None

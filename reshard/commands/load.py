@@ -16,7 +16,7 @@ from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_wr
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.engine import Steps, fill, requested
-from reshard.move.jobs import Job, Options, Progress, TargetFile, TargetPlace, no_progress
+from reshard.move.jobs import FilePlan, Job, Options, Progress, TargetPlace, no_progress
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import Slab
@@ -77,7 +77,7 @@ def _tensors_of(target: Arrangement, rank: int) -> Tensors:
 
 def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     """Each tensor as if it were a file of its own."""
-    return {rank: {name: TargetPlace(TargetFile(name, rank, Layout(0)), 0) for name in kinds}}
+    return {rank: {name: TargetPlace(FilePlan(name, rank, Layout(0)), 0) for name in kinds}}
 
 
 def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
     memory = _memory({name: tensor_bytes(name, *kind) for name, kind in kinds.items()})
     missing = {name: data.size for name, data in memory.items()}
     steps = Steps(jobs, options.sizes)
-    drawn = Shared(group for group in steps.left(range(len(jobs)), ()))
+    drawn = Shared(group for group in steps.left(range(len(jobs)), lambda step: True))
 
     def carry_out(_: int, report: Callable[[Iterable[tuple[str, int]]], None]) -> None:
         reader = Reader()
@@ -163,7 +163,7 @@ def _device(name: str) -> str:
 
 @dataclass(frozen=True)
 class LoadRequest(Access, Degrees):
-    """What ``load`` takes.
+    """Arguments of ``load``.
 
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
@@ -224,7 +224,7 @@ def rank_config(request: LoadRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorsRequest(Access):
-    """What ``tensors`` takes.
+    """Arguments of ``tensors``.
 
     ``source``: a checkpoint in any form: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: that of the names and shapes.

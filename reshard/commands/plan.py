@@ -32,7 +32,7 @@ from reshard.transforms.opening import open_any
 
 @dataclass(frozen=True)
 class PlanRequest(Access, Degrees):
-    """What ``plan`` takes.
+    """Arguments of ``plan``.
 
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
@@ -62,7 +62,7 @@ def plan(request: PlanRequest) -> PlanAnswer:
 
 @dataclass(frozen=True, repr=False)
 class PlanAnswer(Plan, Result):
-    """What each rank of a mesh owns of every tensor, and that as text.
+    """The part of every tensor on each rank of a mesh, also as text.
 
     ``padding`` gives the padded size of each axis that is padded.
     """
@@ -149,7 +149,7 @@ def planned_format(request: PlanRequest) -> Format:
 
 
 def plan_text(plan: Plan, head: str, width: int | None, download: int | None = None) -> str:
-    """What each rank owns, under a line that says of what; ``download`` is what is fetched for one rank (bytes)."""
+    """Return the table and the totals of a plan, below the line ``head``. ``download``: bytes to fetch for one rank."""
     rows = rows_of(plan)
     totals = align(totals_pairs(plan, totals_of(plan, rows), download), right=(), width=None)
     return "\n".join([head, "", *format_table(rows, width), "", *totals])
@@ -215,7 +215,7 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
         least = f"; {human_bytes(totals.bytes_least)} ({totals.bytes_least:,} bytes) on the smallest"
     pairs = [
         ("bytes per rank", f"{exact} {where}, {share:.1%} of {human_bytes(totals.bytes_full)}{least}"),
-        ("replicated", f"{human_bytes(totals.replicated)} of that on other ranks too ({totals.share_replicated:.1%})"),
+        ("replicated", f"{human_bytes(totals.replicated)} of it on other ranks too ({totals.share_replicated:.1%})"),
     ]
     if download is not None:
         share = download / totals.bytes_full if totals.bytes_full else 0.0
@@ -231,7 +231,7 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
     if ranks > 1:
         for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
             count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
-            pairs.append((name, f"{nbytes} a token in {count}, {width} bytes an activation"))
+            pairs.append((name, f"{nbytes} per token in {count} ({width} bytes per activation)"))
     return pairs
 
 

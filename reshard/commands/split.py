@@ -25,7 +25,7 @@ from reshard.writing.summary import Summary
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRequest(WriteRequest, Degrees):
-    """What ``split`` takes.
+    """Arguments of ``split``.
 
     ``format``: the name of another program's format (``"vllm"``); ``"huggingface"`` is one full checkpoint.
     ``ranks``: only these are written; runs for other ranks into the same ``out`` complete it. A ``Share`` is the
@@ -111,9 +111,9 @@ def merge(request: WriteRequest) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchRequest(WriteRequest):
-    """What ``patch`` takes: ``source`` is the base.
+    """Arguments of ``patch``; ``source`` is the base.
 
-    ``delta``: what ``diff`` wrote; ``patch`` has what follows on it.
+    ``delta``: a delta that ``diff`` wrote; ``patch`` names further deltas, which follow it.
     """
 
     delta: str | Path = field(repr=False)  # a URL may have a password
@@ -134,7 +134,7 @@ def patch(request: PatchRequest) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class AverageRequest(SplitRequest):
-    """What ``average`` takes: ``source`` is the first checkpoint.
+    """Arguments of ``average``; ``source`` is the first checkpoint.
 
     ``others``: the other checkpoints, each in any form.
     ``weights``: those of the first and of the others, which sum to 1; by default all are equal.

@@ -1,1 +1,1 @@
-"""What differs between two checkpoints of a model: found, stored as a delta, and put back."""
+"""Differences between two checkpoints of a model: found, stored as a delta, and put back."""

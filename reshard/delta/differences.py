@@ -1,7 +1,7 @@
-"""Which tensors of two checkpoints differ, where and how much. Each byte is read once, and memory does not grow.
+"""Tensors that differ between two checkpoints, where and how much. Each byte is read once, and memory does not grow.
 
-How far two elements are apart is told as a number, and in units of the dtype's last place. For people, the tensors of
-one kind over layers and experts are one row.
+The distance of two elements is a number, and also counted in units of the dtype's last place. For people, the tensors
+of one kind over layers and experts are one row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def largest_ulps(*ulps: int | None) -> int | None:
 
 
 SAME, CHANGED, DTYPE, SHAPE, HERE, THERE = "same", "changed", "other dtype", "other shape", "only here", "only there"
-"""What can be said of a tensor: the kinds of ``TensorDiff``."""
+"""The kinds of ``TensorDiff``."""
 
 _WORKERS, _WORKERS_ELSEWHERE = 4, 8
 
@@ -122,8 +122,8 @@ class TensorDiff:
 
 @dataclass(frozen=True, repr=False)
 class Diff(Comparison):
-    """What differs between two checkpoints: all tensors, the first's in its order, then those of the second alone. True
-    if no tensor differs; ``raise_if_different()`` raises MismatchError.
+    """The differences between two checkpoints, tensor by tensor: first those of ``a`` in its order, then those of ``b``
+    alone. True if no tensor differs; ``raise_if_different()`` raises MismatchError.
 
     ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """
@@ -244,7 +244,7 @@ def differences(
 
 
 def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
-    """What is known of a tensor without its bytes."""
+    """Compare two tensors by their headers alone."""
     if other is None:
         return TensorDiff(tensor.name, HERE, (tensor.dtype, None), (tensor.shape, None))
     kind = DTYPE if tensor.dtype != other.dtype else SHAPE if tensor.shape != other.shape else SAME
@@ -253,7 +253,7 @@ def _known(tensor: BoundTensor, other: BoundTensor | None) -> TensorDiff:
 
 
 HEAD = ("tensor", "tensors", "what", "elements", "largest", "rms", "ulp")
-"""What the cells of a row are."""
+"""The columns of a row."""
 
 
 def rows_of(tensors: Sequence[TensorDiff]) -> list[tuple[str, ...]]:
@@ -302,7 +302,7 @@ def share_of(tensors: Sequence[TensorDiff]) -> float:
 
 
 def percent_text(share: float) -> str:
-    """``3.1 %``; a share that is not zero is never shown as zero, nor one that is not all as all."""
+    """``3.1 %``. A share that is not zero never shows as zero, nor one below all as all."""
     if share == 1.0:
         return "100 %"
     return f"{share * 100:.2g} %" if share < 0.995 else "99.9 %" if share < 0.9995 else ">99.9 %"

@@ -1,4 +1,4 @@
-"""Writes a delta: first both checkpoints are compared, then what changed is read again and stored."""
+"""Writes a delta: first both checkpoints are compared, then the changes are read again and stored."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Sums = dict[str, tuple[str, str]]
 def write_delta(
     a: Source, b: Source, out: Path, progress: Progress = no_progress, *, is_compressed: bool = False
 ) -> Diff:
-    """Compare two checkpoints, and write what turns the first into the second as a merge writes it.
+    """Compare two checkpoints, and write the delta that turns the first into the second, as a merge writes it.
 
     Raises ReshardError; ``out`` exists only if it is complete.
     """
@@ -115,7 +115,8 @@ def write_delta(
 def _write(
     a: Source, b: Source, diff: Diff, sums: Sums, folder: Path, *, is_compressed: bool
 ) -> tuple[str, list[str], Mapping[str, Change]]:
-    """Write what changed: each tensor the smallest way, or compressed as a frame; whole, if the base has none like it.
+    """Write the changes: each tensor in its smallest form, or compressed as a frame; whole, if the base has none like
+    it.
 
     Returns the file, the tensors that it has, and how each tensor of the result comes about. The header of frames, of
     which the length depends on theirs, is written last, where there was room for the longest.

@@ -25,7 +25,7 @@ _PLACES = {
     **dict.fromkeys(("pull", "push"), "reshard.live.process"),
     **dict.fromkeys(("Offline", "Server", "join", "update"), "reshard.live.vllm"),
 }
-"""Where each name is. It is imported when it is first asked for: planning needs no torch."""
+"""The module of each name. It is imported when it is first asked for: planning needs no torch."""
 __all__ = sorted(_PLACES)
 
 

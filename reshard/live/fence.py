@@ -69,7 +69,7 @@ class Fence:
         threading.Thread(target=self._listen, name="reshard fence", daemon=True).start()
 
     def gather(self, what: str, document: object, patience: float | None = None) -> list[Any]:
-        """What each rank said under this name, in the order of ranks, as JSON has it. All ranks gather the same things
+        """Return what each rank said under this name, in the order of ranks, as JSON. All ranks gather the same things
         in one order.
 
         Raises LiveError on all ranks if one failed, died or does not come within ``patience`` seconds, by default the
@@ -191,7 +191,7 @@ class Fence:
 
 
 class _Coordinator(threading.Thread):
-    """Rank 0's other half: what all the connections lead to."""
+    """Rank 0's server of the fence, to which all connections lead."""
 
     def __init__(
         self, listener: socket.socket, names: tuple[str, ...], token: bytes, timeout: float, patience: float
@@ -233,7 +233,7 @@ class _Coordinator(threading.Thread):
             await asyncio.wait(self._posts, timeout=GRACE)
 
     async def _post(self, writer: asyncio.StreamWriter, mail: asyncio.Queue[bytes | None]) -> None:
-        """Write what there is for one rank; a large message in parts, as each rank's buffer would have a copy of it."""
+        """Send one rank its messages; a large one in parts, because each rank's buffer would have a copy of it."""
         with contextlib.suppress(OSError):  # of which the one who reads from it will hear
             while (message := await mail.get()) is not None:
                 for start in range(0, len(message), _PART):
@@ -305,7 +305,9 @@ class _Coordinator(threading.Thread):
             self._tell(_message("all", content))
 
     def _judge(self) -> None:
-        """Who is the cause of what one rank saw: one that does not answer, else the last of a chain of waiting."""
+        """Return the rank that caused the fault that another saw: one that does not answer, or else the last in a chain
+        of waits.
+        """
         assert self._blame is not None
         accuser, at, cause = self._blame
         silent = self._all - self._waits.keys()
@@ -342,7 +344,7 @@ class _Coordinator(threading.Thread):
 
 
 def _token(names: Sequence[str], secret: str) -> bytes:
-    """What all processes must know."""
+    """Return the secret by which processes of one push know each other."""
     return sha256(json_bytes([__version__, names, secret])).digest()
 
 
@@ -371,5 +373,5 @@ def _endpoint(store: str) -> tuple[str, int, str]:
     except ValueError:
         host = port = None
     if host is None or not port or url.scheme != "tcp" or url.path:
-        raise LiveError("the store of a push is no tcp://HOST:PORT", "for example tcp://10.0.0.1:29600")
+        raise LiveError("the store of a push should be tcp://HOST:PORT", "for example tcp://10.0.0.1:29600")
     return host, port, secret

@@ -34,13 +34,13 @@ TRAINERS: Mapping[str, str] = {
     "torchtitan": "torchtitan-live",
     "megatron": "megatron",
 }
-"""The formats of what trainers hold: they have the names of the program's tensors, and chunks of them."""
+"""Formats of trainers' tensors: the names are the program's, and ranks hold chunks."""
 MOST_PARTS = 1 << 22
 """The parts of tensors that all ranks of a trainer may hold together: they are planned one by one, in half a minute."""
 
 
 def held_format(name: str) -> Format:
-    """The format of what a running program holds: its names are those of its own modules. Raises PlanError."""
+    """Return the format of a running program's tensors, with the names of its own modules. Raises PlanError."""
     return with_names(format_of(name), MODULES, None)
 
 
@@ -116,9 +116,9 @@ def target_of(text: Target | str) -> Target:
 
 
 def arranged(model: Model, target: Target) -> Arrangement:
-    """What a program's ranks have of a model, without FSDP. Raises PlanError.
+    """Return the arrangement of a model on a program's ranks, without FSDP. Raises PlanError.
 
-    Running ranks may have their own layers where a format's files have all (Megatron's).
+    Running ranks may hold only their own layers where a format's files have all (Megatron's).
     """
     format, degrees = target.format, target.degrees
     if format.container.chunks and degrees.pp > 1:
@@ -128,11 +128,11 @@ def arranged(model: Model, target: Target) -> Arrangement:
 
 
 def trainer_state(model: Model, target: Target) -> LiveState:
-    """What the ranks of a trainer would hold. Raises PlanError."""
+    """Return the tensors that the ranks of a trainer would hold. Raises PlanError."""
     if target.program not in TRAINERS:
         meant = f"did you mean {replace(target, tp=target.fsdp, fsdp=1)}? " if target.fsdp > 1 == target.tp else ""
         raise PlanError(
-            f"'{target}': {target.program} is no trainer, and has no FSDP",
+            f"'{target}': {target.program} is not a trainer: it has no FSDP",
             f"{meant}trainers are {', '.join(TRAINERS)}",
         )
     arrangement = arranged(model, target)
@@ -148,7 +148,9 @@ def trainer_state(model: Model, target: Target) -> LiveState:
 
     @cache
     def runs_of(geometry: Geometry) -> Sequence[tuple[Runs, ...] | None]:
-        """What each rank holds of a tensor of which ``inner`` ranks have parts, each dealt to ``fsdp`` ranks."""
+        """Return each rank's runs of a tensor: ``inner`` ranks have parts, each of which is divided over ``fsdp``
+        ranks.
+        """
         of_inner: list[list[tuple[Runs, ...] | None]] = []
         for rank in range(inner):
             runs = geometry.dims(rank)
@@ -183,10 +185,11 @@ def headers_of(checkpoint: Place, access: Mapping[str, Any]) -> Source:
 
 
 def placements(checkpoint: Place, target: Target | str, **access: Any) -> dict[str, str | None]:
-    """How a DTensor on the target's ranks would say which part a rank has, for each tensor of the target.
+    """Return the placement that a DTensor on the target's ranks would have, for each tensor of the target.
 
-    ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed one; None where no placement
-    says it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises ReshardError.
+    It is ``Replicate()``, ``Shard(0)``, or ``_StridedShard(0, split_factor=2)`` for a packed tensor; None if no
+    placement can say it, as for heads that several ranks have. Only for ranks of one dimension (tp). Raises
+    ReshardError.
     """
     goal = target_of(target)
     if goal.fsdp * goal.replicas > 1:

@@ -1,5 +1,5 @@
-"""What this rank holds of a torch model: DTensors by their placements, everything else whole; of Megatron-Core's models
-what their ``sharded_state_dict()`` says.
+"""Live tensors of this rank in a torch model: DTensors by their placements, everything else whole; those of
+Megatron-Core by their ``sharded_state_dict()``.
 
 Nothing is copied, and no collective runs: the tensors are views of the live parameters.
 """
@@ -26,7 +26,7 @@ from reshard.formats.wrappers import without_wrappers
 from reshard.live.sides import Slice
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""What headers call a dtype of torch."""
+"""The dtypes' names in headers."""
 
 _ADAPTER = re.compile(r"\.(base_layer|lora_\w+|original_module|modules_to_save)\.")
 
@@ -42,14 +42,14 @@ def unwrapped(model: Any) -> Any:
 
 @torch.no_grad()
 def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple[Slice, torch.Tensor]]:
-    """What this rank holds of each parameter and each buffer that checkpoints have, with the live tensor.
+    """Return this rank's slice of each parameter, and of each buffer that checkpoints have, with the live tensor.
 
-    The model, or its tensors with their names, which are those of ``named_parameters()``; a tied parameter comes once,
-    or under each name.
-    A dictionary has parameters alone: what ``state_dict()`` gives may be a copy.
-    A DTensor's tensor is the local one, which may be empty; any other tensor is held whole. Modules of FSDP2 are
-    resharded first: after a forward without a backward some hold whole parameters. Raises PlanError, with the tensor's
-    name, for what has no runs: a partial sum, an unknown placement, a dtype without a name.
+    ``model`` is a module or its tensors by name, as ``named_parameters()`` gives them. A tied parameter comes once or,
+    with ``tied_once=False``, under each name. A dictionary should have parameters alone: a tensor of ``state_dict()``
+    may be a copy. The tensor of a DTensor is the local one, which may be empty; any other tensor is held whole. Modules
+    of FSDP2 are resharded first: after a forward pass without a backward some hold whole parameters.
+
+    Raises PlanError, with the tensor's name, for a partial sum, an unknown placement or a dtype without a name.
     """
     model = unwrapped(model)
     if isinstance(model, nn.Module):
@@ -64,7 +64,7 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
         if tensor.is_nested:
             raise PlanError(f"{name}: a nested tensor is no plain tensor", "leave it out")
         if _ADAPTER.search(name):
-            raise PlanError(f"'{name}' is of an adapter that is not merged", "push what merge_and_unload() gives")
+            raise PlanError(f"'{name}' belongs to an adapter that is not merged", "push what merge_and_unload() gives")
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
             continue  # it is on a mesh that this rank is no part of
         part, local = _of(name, tensor)
@@ -74,7 +74,7 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
 
 
 def check_unchanged(planned: Sequence[Slice], now: Sequence[Slice]) -> None:
-    """Raise LiveError, with the tensor's name, unless a later reading of the model gave what the plan was made of."""
+    """Raise LiveError, with the tensor's name, if the model no longer has the slices from which the plan was made."""
     for old, new in zip_longest(planned, now):
         if old != new:
             raise LiveError(
@@ -139,7 +139,7 @@ def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
 
 
 def _plain(placement: Placement, dims: int) -> Cut | None:
-    """A placement as data. Raises PlanError for one that is not known to be a part of a tensor."""
+    """Return a placement as data. Raises PlanError for one that is not known to give a part of a tensor."""
     if type(placement) is Replicate:
         return None
     if type(placement) not in (Shard, StridedShard):
@@ -161,11 +161,13 @@ def _shown(part: Slice | None) -> str:
 
 @torch.no_grad()
 def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Slice, torch.Tensor]]:
-    """What this rank holds of each tensor that Megatron-Core stores, with the live one, which has the same dimensions.
+    """Return this rank's slices of the tensors that Megatron-Core stores, each with the live tensor of equal
+    dimensions.
 
-    The model, or its chunks where the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or not. A
-    rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the other.
-    A table has the rows that this mesh pads it to. Raises PlanError for a part that is no view of a parameter.
+    ``model`` is the model, or its chunks if the pipeline is interleaved; wrapped by Megatron's DDP or Float16Module, or
+    not. A rank may hold several parts of one tensor: layers, experts, and gate and up, which are stored one after the
+    other. A table of the vocabulary has the rows to which this mesh pads it. Raises PlanError for a part that is not a
+    view of a parameter.
 
     Source: Megatron-Core 0.16.1, ``dist_checkpointing/mapping.py``. Names and shapes are those of its distributed
     checkpoints (``formats/programs/megatron.toml``). Megatron-Core is not imported here.

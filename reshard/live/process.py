@@ -35,22 +35,25 @@ from reshard.source.opening import find
 from reshard.store.selection import HubAccess, Weights
 
 Parts = Sequence[tuple[Slice, torch.Tensor]]
-"""What a rank holds, with its tensors."""
+"""A rank's slices, with their tensors."""
 
 Work = Callable[[torch.Tensor], None]
-"""What fills the memory of a message, or takes what came."""
+"""A function that fills the memory of a message before it is sent, or reads it after it came."""
 Witness = Callable[[Arrangement, int], Sequence[str]]
-"""How what an engine's own loader does on a rank differs from the rules: a line for each tensor."""
+"""A function that returns a line for each tensor of a rank that an engine's own loader fills differently from the
+rules.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the processes of a push meet, and how.
+    """The meeting of a push's processes: address, number of ranks, and waiting times.
 
-    ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. ``timeout`` is how many seconds a process lets
-    the others wait at most, ``join`` how many it may take until all have come, ``patience`` how much later than others
-    it may come to a push (by default ``timeout``), ``bucket`` the bytes of a step on each rank. Without ``shared`` no
-    memory is shared between processes of one host. Raises PlanError for what are no numbers of ranks or of seconds.
+    ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. Times are in seconds: ``timeout`` is the
+    longest that a process may let the others wait, ``join`` the longest until all have come, and ``patience`` how much
+    later than others a process may come to a push (by default ``timeout``). ``bucket`` is the number of bytes that a
+    rank sends in one step. Without ``shared``, processes of one host share no memory. Raises PlanError for wrong
+    numbers of ranks or seconds.
     """
 
     store: str = field(repr=False)  # it may have a secret
@@ -80,7 +83,7 @@ class Meeting:
 
     @property
     def names(self) -> list[str]:
-        """What errors call the processes."""
+        """The names of the processes in errors."""
         return [f"{role} {i}" for role in ("trainer", "receiver") for i in range(getattr(self, f"{role}s"))]
 
 
@@ -113,7 +116,7 @@ class _Process:
         self._wire: Wire | None = None
         self._parcels: list[Parcel] = []
         self._room: dict[str, list[torch.Tensor]] = {}
-        """Of a receiver that keeps what comes, or has no tensors of its own: room for it, kept between pushes."""
+        """For a receiver without tensors of its own: memory for those that come, kept between pushes."""
         self._padded: set[str] | None = None
         """The tensors of a receiver of which no rank sends a part."""
         self._open: tuple[Fence, int] | None = None
@@ -135,7 +138,7 @@ class _Process:
         self._wire = self._fence = None
 
     def _describe(self) -> dict[str, Any]:
-        """What this process says of itself. Raises ReshardError."""
+        """Return the description that this process sends to the others. Raises ReshardError."""
         parts = self._read() if self._read is not None else []
         # where the tensors are is the device, unless another was named
         self.device = self.device or next((str(tensor.device) for _, tensor in parts), None)
@@ -173,7 +176,7 @@ class _Process:
         return self._fence, self._wire, self.routes
 
     def _plan(self, fence: Fence) -> None:
-        """Make the plan from what all say, and agree on it. Raises LiveError on all ranks, or on none."""
+        """Make the plan from all descriptions, and agree on it. Raises LiveError on all ranks, or on none."""
         descriptions = self._gather(fence, "description", self._describe)
         if descriptions != self._descriptions:
             self.routes = None
@@ -204,7 +207,7 @@ class _Process:
     def _gather(
         self, fence: Fence, what: str, work: Callable[[], dict[str, Any]], patience: float | None = None
     ) -> list[dict[str, Any]]:
-        """What all processes say. Raises LiveError on all ranks if one has a problem."""
+        """Return the descriptions of all processes. Raises LiveError on all ranks if one has a problem."""
         try:
             own = work()
         except ReshardError as error:  # told to all, so that none waits
@@ -217,7 +220,7 @@ class _Process:
         return replies
 
     def _begin(self, version: int, *, delta: bool = True) -> tuple[Fence, Wire, dict[str, list[torch.Tensor]], bool]:
-        """Agree that this version is pushed, and whether only what changed is: if all have the version before it.
+        """Agree on the version to push. Only changes are sent if all processes have the version before it.
 
         Also returns this rank's tensors as they are now. Raises LiveError on all ranks, or on none.
         """
@@ -254,9 +257,10 @@ class _Process:
     def _messages(
         self, fence: Fence, has_base: bool, work: Callable[[Parcel], Work], tensors: Tensors | None = None
     ) -> list[Message]:
-        """What is sent or received of each parcel, if anything is: all of it, or what changed since the ``base``.
+        """Return the messages of this rank: all bytes of each parcel, or those that changed since the ``base``; none if
+        empty.
 
-        The trainers, with their ``tensors``, tell the receivers how many bytes have.
+        The trainers, who have ``tensors``, tell the receivers how many bytes come.
         """
         sizes = [each.nbytes for each in self._parcels]
         if has_base:
@@ -278,7 +282,7 @@ class Push(_Process):
 
     @property
     def ticket(self) -> dict[str, Any]:
-        """What an engine's ranks must know to meet this trainer."""
+        """The settings with which an engine's ranks can meet this trainer."""
         return {name: value for name, value in asdict(self.meeting).items() if name != "receivers"}
 
     def __call__(self, version: int, *, delta: bool = False) -> Stats:
@@ -367,7 +371,7 @@ class Pull(_Process):
             self._poison(why)
 
     def _fill(self, routes: Routes, room: Tensors) -> None:
-        """Write what no rank sends: padding, which is zero, and constants."""
+        """Write the values that no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
             counts = Counter[str]()
             for part in chain.from_iterable(routes.parts(self.rank)):
@@ -388,7 +392,9 @@ def _rounding(dtype: str | torch.dtype | None) -> str | None:
 
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:
-    """The plan that follows from what all processes say. Raises ReshardError, with who holds the tensor it names."""
+    """Make the plan from the descriptions of all processes. Raises ReshardError, with the holders of the tensor it
+    names.
+    """
     for name, answer in zip(meeting.names, descriptions, strict=True):
         if (bucket := answer["bucket"]) != (first_bucket := descriptions[0]["bucket"]):
             raise PlanError(
@@ -441,7 +447,7 @@ def push(
 
 
 def reader(model: Any, program: str) -> Callable[[], Parts]:
-    """What reads a rank's tensors anew."""
+    """Return a function that reads a rank's live tensors again."""
     if program == "megatron":
         return partial(slices_of_megatron, model)
     if not isinstance(model, torch.nn.Module | Mapping):

@@ -34,15 +34,15 @@ BUCKET = 64 << 20
 LINK = 50e9
 """Bytes a second that a rank sends or receives, if nobody says how many."""
 MOST = 16
-"""Of more ranks on a side, neighbours that send or receive as much are shown as one line."""
+"""The most ranks of a side that are shown one by one. Of more, neighbours with equal traffic are shown as one line."""
 _SMALLEST = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """How an atom, or a part of it, goes from one side to the other; atoms that lie alike share it.
+    """The boxes of an atom, or of a part of it, that go from one side to the other. Atoms that lie alike share a link.
 
-    Any source of a box may send it. It goes to each of its targets. ``has_choice``: a box has several sources.
+    Any source of a box may send it; each of its targets receives it. ``has_choice``: a box has several sources.
     """
 
     number: int
@@ -63,12 +63,14 @@ class Move(NamedTuple):
     dst: Location
     way: Link
     dtype: str
-    """The dtype of what is sent."""
+    """The dtype of the bytes that are sent."""
     senders: tuple[Position, ...] = ()
 
 
 class Part(NamedTuple):
-    """A box of a move from one position to another, and between which processes; those of the target count on."""
+    """A box of a move, from one position to another, and the processes that send and receive it. The target's processes
+    are numbered after the source's.
+    """
 
     move: Move
     box: Box
@@ -84,13 +86,13 @@ class Part(NamedTuple):
 
     @property
     def function(self) -> str | None:
-        """What the target stores of each element, if not the element."""
+        """The function that the target applies to each element; None if it stores the element itself."""
         return self.move.dst.portion.function
 
 
 class View(NamedTuple):
-    """A box in one of a rank's tensors: that of this name, and of this number among those of the name, as if it were
-    contiguous. ``offset`` is from its first element on.
+    """A box in one of a rank's tensors: the tensor's name, its number among the rank's tensors of this name, and the
+    box as if the tensor were contiguous. ``offset`` counts from the first element.
     """
 
     offset: int
@@ -175,7 +177,7 @@ class Routes(Result):
         return nbytes
 
     def parts(self, process: int) -> Iterator[list[Part]]:
-        """For each bucket what a process sends or receives, in order, elements of more bytes first.
+        """For each bucket, the parts that a process sends or receives, in order; dtypes of more bytes come first.
 
         Ranks of the target count on from the source's.
         """
@@ -241,7 +243,7 @@ def document(plan: Routes) -> Iterator[dict[str, Any]]:
 def plan_push(
     model: Model, source: LiveState, target: LiveState | Target, *, bucket: int = BUCKET, hosts: Sequence[str] = ()
 ) -> Routes:
-    """The plan of a push of a model from live ranks to others, or to those of a program by its rules. Raises PlanError,
+    """Plan a push of a model from live ranks to others, or to the ranks of a program by its rules. Raises PlanError,
     MismatchError.
     """
     if isinstance(target, Target) and (target.program in TRAINERS or target.fsdp * target.replicas > 1):
@@ -307,7 +309,9 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
         return (Move(atom, src, dst, way, dtype) for way in links[key])
 
     def chosen(move: Move) -> tuple[tuple[Position, ...], NDArray[np.int64]]:
-        """Who sends what a move wants, those that send least so far; the bytes that each sends or receives for it."""
+        """Choose the sender of each box of a move: the process that has sent least so far. Returns the bytes that each
+        sends or receives for it.
+        """
         item, cost, senders = DTYPE_BITS[move.dtype] // 8, np.zeros_like(total), list[Position]()
         for box, want in move.way.wants:
             receiver = first + want.holder % target.ranks
@@ -347,7 +351,7 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
 
 
 def _cut(box: Box, most: int) -> Iterator[Box]:
-    """A box in parts of which at most so many elements are sent, if it is possible."""
+    """Cut a box into parts of at most so many elements, if possible."""
     dim = max(range(len(box.shape)), key=lambda dim: box.shape[dim], default=0)
     sent = box.numel * len(box.targets)
     if sent <= most or box.numel == 1:

@@ -74,15 +74,15 @@ def from_document(document: Mapping[str, Any]) -> list[Slice]:
 
 
 Ranks = Sequence[Sequence[Slice]]
-"""What each rank of a live side holds."""
+"""The slices of each rank of a live side."""
 
 _WHERE = Path("the live model")
 
 
 class LiveState(NamedTuple):
-    """What the ranks of a running program hold, by the names of a format: parts of its stored tensors.
+    """The tensors of a running program's ranks: parts of a format's stored tensors, by their names.
 
-    ``beyond`` are the names of buffers that no checkpoint has: they are not among these, and are left alone.
+    ``beyond`` are names of buffers that no checkpoint has; they are not among these, and are left alone.
     """
 
     format: Format
@@ -102,7 +102,7 @@ def unstacked(format: Format, part: Slice) -> Slice:
 
 
 def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> LiveState:
-    """What ranks hold, without buffers that no checkpoint of the model has. Raises CheckpointError."""
+    """Return the state without buffers that no checkpoint of the model has. Raises CheckpointError."""
     architecture = find_architecture(dict(config), _WHERE)
     origins = NameInverse(live.format, architecture, config)
     names = {part.name for parts in live.ranks for part in parts if part.is_buffer}
@@ -139,13 +139,13 @@ class Side:
 
 
 def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = None) -> Model:
-    """The model that live ranks hold. ``dtype``: what is F32 there is taken as of this dtype.
+    """Return the model that live ranks hold. ``dtype``: F32 tensors are taken as this dtype.
 
     Raises CheckpointError if it is not complete, PlanError, or MismatchError if ranks do not agree.
     """
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
-    full = inferred_tensors(live.format, architecture, config, [stored])
+    full = inferred_tensors(NameInverse(live.format, architecture, config), [stored])
     model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, [stored], full))
     check_complete(model, _WHERE)
     return model
@@ -212,7 +212,7 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
     if lacking:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     if strange := pieces_of.keys() - {tensor.name for tensor in stored}:
-        raise MismatchError(f"tensor '{min(strange)}' is none of this model's")
+        raise MismatchError(f"tensor '{min(strange)}' does not belong to this model")
     return Side(arrangement, tuple(stored), len(live.ranks), live)
 
 

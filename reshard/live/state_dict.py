@@ -95,7 +95,7 @@ class _Tensors(Remote):
 
 
 def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> memoryview:
-    """Bytes of a tensor's elements in order. Of one that is not contiguous, only the rows around them are copied."""
+    """The bytes of a tensor's elements, in order. If it is not contiguous, only the rows around them are copied."""
     while not tensor.is_contiguous():
         row = tensor.nbytes // len(tensor)
         begin, end = first // row, -(-min(last, tensor.nbytes) // row)

@@ -47,7 +47,7 @@ class Parcel:
         self.word = _WORDS[min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts)] if is_plain else None
 
     def size(self, tensors: Tensors) -> int:
-        """The bytes to send, where the receiver has what was sent before."""
+        """The number of bytes to send to a receiver that has the last push."""
         if self._sent is None or self.word is None:
             return self.nbytes
         count = int(torch.count_nonzero(self._compared(tensors)[1]))
@@ -75,7 +75,7 @@ class Parcel:
         self._sent.copy_(new)
 
     def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
-        """Copy the blocks from ``room`` (bytes) to where they belong; of what is not in it, they have what is there.
+        """Copy the blocks from ``room`` (bytes) to their places. Blocks that are not in it keep their values.
 
         Raises LiveError if the result is not what was meant.
         """
@@ -85,9 +85,7 @@ class Parcel:
             places, new = room[_SUM:begin].view(torch.int32), self._whole(tensors)
             new.view(self.word)[places.to(torch.int64)] = room[begin:].clone().view(self.word)  # aligned anew
             if not new.view(torch.int64).sum().equal(room[:_SUM].view(torch.int64)[0]):
-                raise LiveError(
-                    "its weights are not those of the push before: a push of what changed does not fit them"
-                )
+                raise LiveError("its weights are not those of the push before: a push of changes does not fit them")
             room = new
         for part, view, block in self._blocks(tensors, room):
             view.copy_(_converted(part, block, part.move.dst.stored.dtype))
@@ -135,13 +133,13 @@ class Parcel:
 
 
 def _moved(tensor: torch.Tensor, elements: int) -> int:
-    """How far it is in memory from a tensor's first element to that of a number, in elements."""
+    """Return the distance in memory, in elements, from a tensor's first element to the element of this number."""
     index = np.unravel_index(elements, tensor.shape)
     return sum(int(place) * stride for place, stride in zip(index, tensor.stride(), strict=True))
 
 
 def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
-    """What arrived, as the target stores it."""
+    """Convert a received block to the form in which the target stores it."""
     move, function = part.move, part.function
     if move.dtype == stored and function is None:
         return block

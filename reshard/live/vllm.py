@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.live.wire import Stats
 
 NAME = "reshard"
-"""Of the backend, as in ``--weight-transfer-config '{"backend": "reshard"}'``."""
+"""The backend's name, as in ``--weight-transfer-config '{"backend": "reshard"}'``."""
 
 
 def register() -> None:
@@ -83,7 +83,7 @@ class Server:
         self._post("init_weight_transfer_engine", init_info=dict(ticket))
 
     def pause(self) -> None:
-        """Take up no request any more, and forget what was computed with the old weights."""
+        """Accept no further requests, and drop everything that was computed with the old weights."""
         self._post("pause?mode=wait&clear_cache=true")  # mode=keep would keep the cache
 
     def receive(self, version: int) -> None:

@@ -32,15 +32,15 @@ SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 ANSWER = "reshard's answer: "
-"""Before the line with what a rank found: vLLM prints lines of its own."""
+"""The mark before the line with a rank's result: vLLM prints lines of its own."""
 
 
 def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
-    """How vLLM's loaders and our rules differ: a line for each tensor of each rank, none if they agree.
+    """Compare vLLM's loaders with our rules: one line for each tensor of a rank that differs, none if they agree.
 
     ``source`` is a checkpoint in Hugging Face's form, of which only headers are read; ``target`` has ranks of tp, and
-    experts are dealt to all of these or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot build
-    the model, or its loader cannot be followed; ReshardError.
+    experts are divided over all of them or none. ``python`` has vLLM and reshard. Raises LiveError if a rank cannot
+    build the model, or its loader cannot be followed; ReshardError.
     """
     opened = open_any(source, Access(), Weights.HEADERS)
     arranged(opened.model, target)  # refuses what the rules refuse

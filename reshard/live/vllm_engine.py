@@ -48,7 +48,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
         return init_dict
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Meet the trainer whose ticket this is, and agree on the plan: with what this model's own loader does."""
+        """Meet the trainer of this ticket, and agree on the plan, which is compared with this model's own loader."""
 
         def meet() -> None:
             self.receiver = self.connect(init_info)
@@ -95,7 +95,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
     receive_weights = update_weights  # which vLLM's own would call, and then wait for a GPU that may not be there
 
     def finish_weight_update(self) -> None:
-        """Compute with what was received; if any rank fails, no rank answers requests until the next push."""
+        """Use the received weights; if any rank fails, no rank answers requests until the next push."""
         if self._kept is None:
             return
         (version, received), self._kept = self._kept, None
@@ -113,7 +113,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
                 self.receiver.commit(version, self.problem)
 
     def _agreed(self, work: Callable[[], None]) -> str | None:
-        """Do something on all ranks: what went wrong on any, the same words on each."""
+        """Do something on all ranks. Every rank raises the same error if any of them fails."""
         group, wrong = get_world_group(), None
         try:
             work()
@@ -129,7 +129,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not install
 
 
 def ask_loader(engine: Engine, arrangement: Arrangement, rank: int) -> list[str]:
-    """How the running model's own loader and our rules differ, as ``witness.compare`` says it. No request may run.
+    """Compare the running model's own loader with our rules, as ``witness.compare`` does. No request may run meanwhile.
 
     Raises LiveError if the loader does what is not followed.
     """

@@ -30,11 +30,11 @@ SYMBOLS = {
     "get_layer_tensors": 1, "get_layerwise_info": 1, "initialize_online_processing": 1,
     "is_deferred_attention_layer": 1, "materialize_layer": 2, "restore_layer_on_meta": 2,
 }  # fmt: skip
-"""What is used of it, with the number of arguments."""
+"""Functions of vLLM that are used, with the number of their arguments."""
 
 
 def version() -> str:
-    """Of vLLM."""
+    """Return vLLM's version."""
     return str(importlib.import_module("vllm").__version__)
 
 
@@ -76,7 +76,9 @@ def aliases(model: torch.nn.Module) -> list[list[str]]:
 
 
 def _before_processing(layer: torch.nn.Module, leaf: str, now: torch.Tensor) -> torch.Tensor:
-    """A parameter as it was when the model was built, without data; what vLLM did not note then, as it is now."""
+    """Return a parameter as it was when the model was built, without data; attributes that vLLM did not note, as they
+    are now.
+    """
     noted: Mapping[str, torch.Tensor] = layerwise().get_layerwise_info(layer).restore_metadata[0]
     if leaf == "bias" and leaf not in noted and "weight" in noted:  # some kernels of CPUs have it in F32
         return now.to("meta", noted["weight"].dtype)

@@ -55,12 +55,12 @@ class Message(NamedTuple):
 HEAD = 64
 """Bytes before a message: the words of ``_WORDS``, of 64 bits, and room up to a line of the cache."""
 MOST = 64
-"""Messages that are on their way from one rank at a time: fewer than a socket has room for what is said about them."""
+"""The most messages on their way from one rank: a socket must have room for their heads."""
 _WORDS = ("version", "step", "size", "checksum")
 
 
 class Stats(NamedTuple):
-    """What one rank sent and received in an exchange: bytes for each peer, without heads; messages; seconds."""
+    """The traffic of one rank in an exchange: bytes for each peer, without heads; messages; seconds."""
 
     sent: dict[int, int]
     received: dict[int, int]
@@ -320,14 +320,14 @@ class Wire:
 
 
 class _Ring:
-    """Memory for messages, each in one piece, that is free again in the order in which it was taken."""
+    """A ring of memory for messages, each contiguous, which are freed in the order in which they were taken."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._used = deque[tuple[int, int]]()
 
     def take(self, size: int) -> int | None:
-        """Where ``size`` bytes begin; None if they are not free."""
+        """Take ``size`` bytes and return the place where they begin; None if they are not free."""
         first, last = (self._used[0][0], self._used[-1][1]) if self._used else (0, 0)
         wrapped = bool(self._used) and self._used[-1][0] < first
         if last + size <= (first if wrapped else self.memory.numel()):
@@ -345,7 +345,9 @@ class _Ring:
 
 
 def _checksum(part: torch.Tensor) -> torch.Tensor:
-    """The sum of a message's 64-bit words, modulo 2^64: sees what is torn, stale or flipped, not what is exchanged."""
+    """Return the sum of a message's 64-bit words, modulo 2^64. It sees torn, stale or flipped words, not exchanged
+    ones.
+    """
     return part[HEAD:].view(torch.int64).sum()
 
 
@@ -358,7 +360,9 @@ def _mapped(file: int) -> torch.Tensor:
 
 
 def _machine(device: torch.device) -> str:
-    """What processes that can share memory have in common: machine, network namespace (of the socket), user, GPU."""
+    """Return an equal text for processes that can share memory: machine, network namespace (of the socket),
+    user, GPU.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     gpu = ""
     if device.type == "cuda":

@@ -32,21 +32,21 @@ from reshard.placement.stored import Stored
 from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
-"""Of shape ``[n, 4]``: see above."""
+"""An array of shape ``[n, 4]``: see above."""
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of the checkpoint, in the order of their numbers."""
 
 _ATEN = torch.ops.aten
 _ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.clone.default, _ATEN.exp.default, _ATEN.neg.default])
-"""What is computed of each element alone."""
+"""Operations that compute each element alone."""
 _OUTSIDE = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
-"""What gives memory away: torch does not see who writes there."""
+"""Functions that give memory away: torch does not see who writes there."""
 _BITS = 40
-"""Of the number of an element within its tensor, in the index probe."""
+"""The bits of an element's number within its tensor, in the index probe."""
 
 
 class Copied(NamedTuple):
-    """Elements of a parameter, and those of a tensor of the checkpoint that go there; both views have one shape."""
+    """Elements of a parameter, and the checkpoint's elements that go there; both views have one shape."""
 
     into: View
     number: int
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rooms: dict[int, torch.Tensor] = {}  # kept: no other storage gets their number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a copy, follow a view. Raises LiveError for what is not followed."""
+        """Record a copy, or follow a view. Raises LiveError for an operation that cannot be followed."""
         numbers = [self._numbers.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
         followed = [number for number in numbers if number is not None]
         if not followed:
@@ -149,9 +149,10 @@ def rooms_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Sequence[Copied]]:
-    """What a loader copies into each parameter, by each of its names; the parameters are in their load-time shapes.
+    """Run a loader, and return the copies that it makes into each parameter, by each of its names.
 
-    Raises LiveError if the loader does something with a tensor that is not followed.
+    Parameters have their load-time shapes. Raises LiveError if the loader does something with a tensor that is not
+    followed.
     """
     recorder = Recorder(tensors)
     with _NoNumpy(model), recorder:
@@ -223,7 +224,9 @@ def _rows(copied: Copied) -> Ranges:
 
 
 def by_rules(arrangement: Arrangement, rank: int) -> Iterator[tuple[Stored, Ranges]]:
-    """What a push of the whole checkpoint puts into each tensor of a rank; constants are left out. Raises PlanError."""
+    """Yield each tensor of a rank with the ranges that a push of the whole checkpoint puts into it; no constants.
+    Raises PlanError.
+    """
     model, copies = arrangement.plan.model, defaultdict[str, list[Copied]](list)
     numbers = {tensor.name: number for number, tensor in enumerate(model.tensors)}
     whole = arrangement_of(make_plan(model, UNSPLIT, padding={}), HUGGING_FACE)
@@ -245,10 +248,10 @@ def unlike(loaded: Mapping[str, Sequence[Copied]], probed_ranges: Mapping[str, R
 def compare(
     arrangement: Arrangement, rank: int, model: torch.nn.Module, loaded: Mapping[str, Sequence[Copied]]
 ) -> list[str]:
-    """How an engine's loader and our rules differ on a rank: a line for each tensor, none if they agree.
+    """Compare an engine's loader with our rules on a rank: one line for each tensor that differs, none if they agree.
 
-    ``model`` has its load-time shapes, ``loaded`` is what the loader puts into each of its tensors. A tensor of several
-    names is known by any of them. Constants, and buffers of which both say nothing, are left out.
+    ``model`` has its load-time shapes, ``loaded`` the copies that the loader makes into each of its tensors. A tensor
+    of several names is known by any of them. Constants are left out, and so are buffers that neither side fills.
     """
     rooms, lines, seen = rooms_of(model), list[str](), set[int]()
     shapes = {stored.name: shape for stored, shape in arrangement.tensors_of(rank)}

@@ -1,1 +1,1 @@
-"""What each rank of a mesh owns of each tensor of a model, and which degrees are possible."""
+"""The parts of each tensor on each rank of a mesh, and the possible degrees."""

@@ -1,7 +1,7 @@
-"""Which degrees are possible, and why others are not: the one place that decides it.
+"""Possible degrees, and the reasons against others: the one place that decides it.
 
-All commands refuse a degree for the reasons found here. What a rank owns at a possible degree is in
-``formats/notation/axes.py``. What only another program's format cannot hold is refused in ``program_plan.py``.
+All commands refuse a degree for the reasons found here. ``formats/notation/axes.py`` computes the indices of a rank at
+a possible degree. ``program_plan.py`` refuses a degree that only another program's format cannot hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.model.model import Model, padded_sizes, padding_for, shares_of
 
 
 def refusal(model: Model, mesh: Mesh, *, pad: bool = True) -> Refusal | None:
-    """Why the degree of a mesh of one dimension is not possible, or None if it is."""
+    """Return the reason why the degree of a mesh of one dimension is not possible; None if it is."""
     ((mesh_dim, degree),) = mesh.degrees
     for family, sizes in _families(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks):
         unit, size, why = mesh.unit(family[0]), sizes[family[0]], None
@@ -155,7 +155,9 @@ def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable
 
 @cache
 def _words() -> tuple[Mapping[tuple[str, ...], str], Mapping[str, str]]:
-    """What axes count, by families of them, and what each measures."""
+    """Return words for messages: the things that families of axes count, and the things whose length an axis
+    measures.
+    """
     table = tomllib.loads((Path(__file__).parent / "axes.toml").read_text(encoding="utf-8"))
     return {tuple(axes.split()): words for axes, words in table["counted"].items()}, table["measured"]
 

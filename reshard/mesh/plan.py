@@ -1,4 +1,4 @@
-"""The plan: what each rank of a mesh owns of every tensor of a model.
+"""The plan: the part of every tensor of a model on each rank of a mesh.
 
 The runs of one dimension come from ``formats/notation/axes.py``, the rule of each tensor from ``binding.py``, and
 whether the degrees are possible from ``degrees.py``. For another program's tensors see ``arrangement.py``.
@@ -36,13 +36,14 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How tensors lie on a mesh; tensors of equal rule, sizes and shape share a layout.
+    """The parts of tensors on a mesh. Tensors of equal rule, sizes and shape share a layout.
 
     ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded (see ``Dim.unfolded``) if it
     belongs to scales or packed integers that are stored in one row; ``rule`` is unfolded too. ``padded`` is ``full``
-    with the zeros that a degree needs. ``boxes`` has the part of each rank. A rank without a part (of another rank's
-    expert or layer) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes of which ranks have parts:
-    of the shape, or, as experts, of the tensors' names. ``split`` is what they make of it (see ``Shape.split``).
+    with the zeros that a degree needs. ``boxes`` has the part of each rank; a rank without a part (it holds other
+    experts or layers) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes that are divided between
+    ranks: axes of the shape or, like experts, of the tensors' names. ``split`` is the resulting kind of split (see
+    ``Shape.split``).
     """
 
     rule: Shape
@@ -61,7 +62,7 @@ class Layout:
 
     @property
     def dealt_by_name(self) -> bool:
-        """Whether some rank has no part, as a part of another expert or layer."""
+        """Whether some rank has no part, because it holds other experts or layers."""
         return len(self.boxes) < self.ranks
 
     @property
@@ -81,7 +82,7 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What each rank of a mesh owns of every tensor.
+    """The part of every tensor on each rank of a mesh.
 
     ``padding`` gives the padded size of each axis that is padded.
     """
@@ -95,9 +96,9 @@ class Plan:
     """A cache that all arrangements of this plan share."""
 
     def layout(self, kind: Kind, dealt: str | None = None) -> Layout:
-        """How the tensors of a kind, or parts of them, lie on the mesh; those that are alike share it.
+        """Return the layout of the tensors of a kind, or of parts of them, on the mesh. Equal layouts are one object.
 
-        With ``dealt``, tp deals this axis and no other. Raises PlanError.
+        With ``dealt``, tp divides this axis and no other. Raises PlanError.
         """
         architecture, mesh, sizes = self.model.architecture, self.mesh, kind.sizes
         shares = shares_of(architecture, mesh, 0, sizes, kind.axes) if kind.places else {}
@@ -222,7 +223,9 @@ def _check_every_element_is_owned(architecture: Architecture, tensor: Kind, deal
 
 
 def _times(dims: Sequence[Dim], axis: str) -> int:
-    """How often an axis occurs in a product: over dimensions and factors, but not over the summands of a sum."""
+    """Count an axis in a product, over dimensions and factors; of the summands of a sum, only the highest count is
+    taken.
+    """
     return sum(
         max(sum(_times([f], axis) if isinstance(f, Dim) else f == axis for f in term.factors) for term in dim.summands)
         for dim in dims
@@ -304,7 +307,9 @@ def with_sizes_of_whole(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]
 def _settings_at(
     settings: dict[str, Any], path: Sequence[str], indices: Mapping[str, int]
 ) -> Iterable[tuple[dict[str, Any], str, Mapping[str, int]]]:
-    """Where a key of ``[config]`` is kept: the settings, the last part of the key, and the indices in the path."""
+    """Yield the places of a key of ``[config]``: the settings that hold it, the key's last part, and the indices in its
+    path.
+    """
     first, *path_left = path
     if not path_left:
         yield settings, first, indices

@@ -46,10 +46,9 @@ def with_stages(model: Model, mesh: Mesh) -> Mesh:
 
 
 def even_stages(layers: int, degree: int) -> tuple[int, ...]:
-    """How many layers each stage has by default.
+    """Return the default number of layers of each stage.
 
-    Layers that are left over go one each to the stages just before the last, which has the norm and the head (as in
-    vLLM).
+    Remaining layers go one each to the stages just before the last, which has the norm and the head (as in vLLM).
     """
     least, remainder = divmod(layers, degree)
     return tuple(least + (degree - 1 - remainder <= stage < degree - 1) for stage in range(degree))
@@ -134,13 +133,13 @@ def divided(
 
 
 def is_layered(model: Model, kind: Kind) -> bool:
-    """Whether tensors are on their layer's stage, not before or after all layers."""
+    """Whether tensors are on the stage of their layer, and not before or after all layers."""
     where = _where(model, kind)
     return where is not None and where.text not in {"first", "last", "every"}
 
 
 def _where(model: Model, kind: Kind) -> Expression | None:
-    """What the architecture says of where tensors are; None: before the layers."""
+    """Return the architecture's expression for the stage of tensors; None: before the layers."""
     layers = model.architecture.layers
     is_numbered = layers.text in kind.index_axes
     return model.architecture.stage_of(kind.name) or (layers if is_numbered else None)

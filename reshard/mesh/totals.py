@@ -1,4 +1,4 @@
-"""The sums that a person decides by: what each rule does to its tensors, bytes per rank, replication, all-reduces.
+"""Totals by which a person decides: the split of each rule's tensors, bytes per rank, replication, all-reduces.
 
 Pure: computed from a plan.
 """
@@ -53,9 +53,10 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a person decides by. Sizes in bytes; ``replicated`` are those on a rank that another rank holds too.
+    """Totals by which a person decides. Sizes are in bytes; ``replicated`` are those on a rank that another rank holds
+    too.
 
-    Where ranks have unequal parts, ``bytes_per_rank`` is that of the largest, and ``bytes_least`` of the smallest.
+    If ranks have unequal parts, ``bytes_per_rank`` is that of the largest, and ``bytes_least`` that of the smallest.
     """
 
     tensors: int
@@ -88,7 +89,9 @@ def kind_of(plan: Plan, kind: Kind) -> str:
 
 
 def is_summed(plan: Plan, kind: Kind) -> bool:
-    """Whether the outputs of a weight are summed over the ranks: it is row-parallel, and neither a bias nor a scale."""
+    """Whether the outputs of a tensor are summed over the ranks: it is a row-parallel weight, and neither a bias nor a
+    scale.
+    """
     return _is_weight(plan, kind) and kind_of(plan, kind).endswith("row")
 
 
@@ -146,7 +149,7 @@ def rows_of(plan: Plan) -> list[Row]:
 
 
 def copies_of(layout: Layout, rank: int) -> Counter[int]:
-    """How many ranks hold an element that ``rank`` holds -> how many such elements it has."""
+    """Count the elements of ``rank`` by the number of ranks that hold them."""
     dims = [segments(dict(enumerate(layout.runs(i)))) for i in range(len(layout.padded))]
     parts_of = [[(ranks, run.length) for run, ranks in parts if rank in ranks] for parts in dims]
     everyone = frozenset(layout.boxes)
@@ -222,7 +225,9 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
 
 
 def activation_bytes(plan: Plan) -> int:
-    """Bytes of one activation: by the config's dtype, else by that of the largest floating-point weight, else 2."""
+    """The bytes of one activation: by the config's dtype, or else the dtype of the largest floating-point weight, or
+    else 2.
+    """
     floats = [kind for kind in plan.laid if kind.dtype in DTYPE_NAMES]
     largest = max(floats, key=lambda kind: math.prod(plan.laid[kind].full), default=None)
     dtype = stated_dtype(plan.model.sizes.settings) or (largest.dtype if largest else "BF16")

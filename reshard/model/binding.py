@@ -7,7 +7,7 @@ tensors are there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,27 +66,38 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
     return [shape for rule in rules for shape in rule.shapes]
 
 
-def tied_twice(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> dict[str, str]:
-    """The heads that are the embedding once more, by ``tie_word_embeddings``, each with the embedding's name.
+def tied_twice(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    tensors: Iterable[FullTensor],
+    are_same: Callable[[str, str], bool],
+    again: Mapping[str, str] = {},
+) -> dict[str, str]:
+    """The second names of tied tensors by ``tie_word_embeddings``, each with the first: heads that are the embedding
+    once more, and those that may be ``again`` another tensor.
 
-    The default is that of the model type. A head of another dtype or shape is one of its own.
+    The default is that of the model type. If the model within says otherwise, the content tells: ``are_same``. A tensor
+    of another dtype or shape is one of its own.
     """
     sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
-    if {settings.get("tie_word_embeddings") for settings in sources} - {None} != {True}:
+    stated = {settings.get("tie_word_embeddings") for settings in sources} - {None}
+    if True not in stated or config.get("tie_word_embeddings") is False:
         return {}
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})
-    firsts, lasts = list[FullTensor](), list[FullTensor]()
+    firsts, lasts, others = list[FullTensor](), list[FullTensor](), dict[str, FullTensor]()
+    names = {*again, *again.values()}
     for tensor in tensors:
         match = architecture.match(tensor.name) if tensor.name.endswith(ends) else None
-        if match is not None and match.template in tables:
+        if tensor.name in names:
+            others[tensor.name] = tensor
+        elif match is not None and match.template in tables:
             stage = architecture.stage_of(tensor.name)
             (lasts if stage is not None and stage.text == "last" else firsts).append(tensor)
-    if len(firsts) != 1:
-        return {}
-    (first,) = firsts
-    alike = (last for last in lasts if (last.dtype, last.shape, last.local) == (first.dtype, first.shape, first.local))
-    return {last.name: first.name for last in alike}
+    pairs = [(others[name], others[first]) for name, first in again.items() if {name, first} <= others.keys()]
+    pairs += [(last, firsts[0]) for last in lasts if len(firsts) == 1]
+    alike = ((b.name, a.name) for b, a in pairs if (b.dtype, b.shape, b.local) == (a.dtype, a.shape, a.local))
+    return {name: first for name, first in alike if False not in stated or are_same(name, first)}
 
 
 def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:
@@ -322,7 +333,9 @@ def _with_layouts_on_disk(
 
 
 def _ending(template: str) -> str:
-    """The module's name behind the last index of a line's name; that of the weight, for what an adapter adds to it."""
+    """The module's name behind the last index of a line's name; for a tensor of an adapter, that of the weight it adds
+    to.
+    """
     return _ADAPTERS.sub("", template.rpartition(".")[0].rpartition("}.")[2])
 
 
@@ -342,8 +355,8 @@ def belonging_of(
 
 
 def check_numbers(model: Model) -> None:
-    """Raise PlanError for a user's line that puts a matrix whole on every rank although one of its plain numbers is the
-    size of what ranks divide.
+    """Raise PlanError for a user's line that keeps a matrix whole on every rank although one of its plain numbers is
+    the size of an axis that ranks divide.
 
     A line that is the model type's own is taken as it is.
     """

@@ -80,7 +80,7 @@ def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[Ful
 
 
 def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: FullTensor) -> bool:
-    """Whether a tensor has a line, and its shape is that of the line."""
+    """Whether a line covers the tensor and fits its shape."""
     if architecture.match(tensor.name) is None:
         return False
     try:
@@ -93,7 +93,7 @@ def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: FullTen
 def _lines(
     base: Architecture, config: Mapping[str, Any], kinds: Sequence[FullTensor]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The lines that differ from the base's: the template, the shape, and what is to be checked of it."""
+    """The lines that differ from the base's: the template, the shape, and a remark on what the user must check."""
     groups: dict[str, list[FullTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
@@ -131,7 +131,7 @@ def _part(template: str) -> str:
 
 
 def _text(config: Mapping[str, Any], base: str, fit: str, lines: Mapping[str, tuple[str, str]]) -> str:
-    """The file, with what is to be checked behind each rule."""
+    """The text of the file, with a remark on what to check behind each rule."""
     model_type = config.get("model_type")
     document = {
         "model_types": [model_type] if isinstance(model_type, str) and model_type.isprintable() else [],

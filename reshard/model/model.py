@@ -31,7 +31,9 @@ and 43.
 
 
 FEW = 10_000
-"""By how much a count of layers or experts may exceed that of the tensors: some tensors hold all layers or experts."""
+"""The most by which a count of layers or experts may exceed the number of tensors: some tensors hold several of
+them.
+"""
 
 
 def check_members(axis: str, count: int | None, tensors: int) -> None:
@@ -94,7 +96,7 @@ class AxisSizes:
         return self._indices_behind([*sizes, *conditions])
 
     def _asks_for_index(self, condition: Expression) -> bool:
-        """Whether its value may depend on an index: that of ``draft and layer == 0`` does not, of what is no draft."""
+        """Whether the value may depend on an index. With no draft, that of ``draft and layer == 0`` does not."""
         try:
             self.evaluate(condition, None)
         except NotationError:
@@ -132,7 +134,7 @@ class AxisSizes:
         return next((rule for rule in match.rules if self.is_true(rule.when, match.indices)), None)
 
     def is_true(self, when: Expression | None, indices: Mapping[str, int] = {}) -> bool:
-        """Whether a condition holds for a tensor with these indices; what has none always does."""
+        """Whether a condition holds for a tensor with these indices; no condition always holds."""
         return when is None or bool(self.evaluate(when, indices))
 
     def evaluate(self, expression: Expression, indices: Mapping[str, int] | None) -> Any:

@@ -1,8 +1,8 @@
-"""Which of a set of stored names are the tensors of one model, whatever stands before or within them.
+"""The names of one model's tensors among stored names, whatever stands before or within them.
 
-A trainer saves a model below a beginning (``model.``, ``state.model.``, ``actor.``), and wrappers put words of their
-own into its names (``_orig_mod``). Two beginnings that claim the same tensors are two models. Only what a beginning is
-called by (``ema``, ``optim``) or the user says which one is meant: neither order nor length.
+A trainer saves a model below a prefix (``model.``, ``state.model.``, ``actor.``), and wrappers put words of their own
+into its names (``_orig_mod``). Two prefixes that claim the same tensors are two models. Only the words of a prefix
+(``ema``, ``optim``) or the user say which one is meant: neither order nor length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reshard.model.model import Model
 
 TOP = "/"
-"""How a user calls the beginning of names that have none."""
+"""The user's word for the empty prefix."""
 _DEEPEST = 6
 _AVERAGE = re.compile(r"(?:ema|swa|avg|average|averaged)(?:_.*)?")
 _OF_OPTIMIZER = re.compile(
@@ -63,17 +63,19 @@ class Naming:
         return tuple(dict.fromkeys(beginning.partition(".")[0] for beginning in self.others))
 
     def of(self, stored: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-        """What is stored, but for other sets, by its names in the model; a stranger by its own."""
+        """Yield stored things with their names in the model, without those of other sets; unknown ones keep their
+        names.
+        """
         names = {at: name for name, at in self.known.items()}
         return ((names.get(name, name), each) for name, each in stored.items() if not self.is_other(name))
 
     def is_other(self, stored: str) -> bool:
-        """Whether a stored name is that of a tensor of another set."""
+        """Whether a stored name belongs to a tensor of another set."""
         return any(stored in names for names in self.others.values())
 
     @property
     def note(self) -> str | None:
-        """How the stored names differ from those of the model, in a few words; None if they do not."""
+        """The difference between the stored names and the model's, in a few words; None if there is none."""
         words = [self.beginning] if self.beginning else []
         words += [f"{word}." for word in WRAPPERS if any(f"{word}." in stored for stored in self.known.values())]
         return f"names are written without {' and '.join(map(repr, words))}" if words else None
@@ -151,7 +153,7 @@ def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
 
 
 def are_states(names: Iterable[str]) -> bool:
-    """Whether all names, without wrappers, say that they are of states of an optimizer."""
+    """Whether all names, without wrappers, are those of an optimizer's states."""
     names = list(names)
     return bool(names) and all(_role(name) == "optimizer" for name in names)
 
@@ -191,8 +193,8 @@ def _of_best_role(found: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 
 def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, object]]) -> bool:
-    """Whether what stands behind a beginning are further tensors of a model, such as a head around it: of no layer, and
-    none that the model itself has.
+    """Whether the tensors behind a prefix are further ones of a model, such as a head around it: they belong to no
+    layer, and the model itself has none of them.
     """
     tensors = found[beginning]
     is_around = model.startswith(beginning) or beginning.startswith(model)
@@ -233,7 +235,7 @@ def _place(beginning: str) -> str:
 
 
 def _role(beginning: str) -> str | None:
-    """What a beginning says of the tensors behind it; None if they are plain weights."""
+    """Return the role of the tensors behind a prefix: ``optimizer`` or ``average``; None for plain weights."""
     segments = beginning.split(".")
     if any(map(_OF_OPTIMIZER.fullmatch, segments)):
         return "optimizer"
@@ -249,9 +251,9 @@ def spelled_alike(one: Model, other: Model) -> dict[str, str]:
 def respelled(
     ours: Collection[str], theirs: Collection[str], spellings: Spellings, of_theirs: Spellings | None = None
 ) -> dict[str, str]:
-    """Which of our names is of the same tensor as one of theirs, by theirs, where it is another name.
+    """Return our names of tensors by their names of the same tensors, where the two differ.
 
-    There is none if two of a side's names are of one tensor.
+    Empty if two names of one side are of one tensor.
     """
     if {*ours} == {*theirs}:
         return {}

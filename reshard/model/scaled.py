@@ -1,4 +1,4 @@
-"""Whether the weights of a model are 8-bit floats with scales, from which ``--dequantize`` makes others."""
+"""Weights of 8-bit floats with scales: does a model have them, so that ``--dequantize`` can compute others?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.model.model import AxisSizes, Model
 
 
 def scaled_of(model: Model, tensors: Mapping[str, Stored]) -> tuple[dict[str, Scaled], set[str]]:
-    """Its weights that can be dequantized, among these tensors of it, and the names of what is then of no use.
+    """Return the weights among these tensors that can be dequantized, and the names of tensors that are then useless.
 
     Raises PlanError for a tensor that cannot be dequantized, and for a model in float16, whose weights would be in
     bfloat16 beside float16.
@@ -35,7 +35,7 @@ def scaled_of(model: Model, tensors: Mapping[str, Stored]) -> tuple[dict[str, Sc
 
 
 def can_be_dequantized(model: Model) -> bool:
-    """Whether it has weights of 8-bit floats, and nothing else that is quantized: seen by a tensor of each kind."""
+    """Whether a model has weights of 8-bit floats and no other quantized weights, judged by one tensor of each kind."""
     try:
         scaled, _ = scaled_of(model, {kind.name: Stored(kind.dtype, kind.shape) for kind in model.kinds})
     except PlanError:
@@ -44,7 +44,9 @@ def can_be_dequantized(model: Model) -> bool:
 
 
 def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shape: tuple[int, ...]) -> set[bool]:
-    """Whether the rule of a weight has its input first; both, if none of its layouts is told by the shape."""
+    """Return {True} if a weight's rule has the input first, {False} if the output; both if its shape fits several
+    layouts or none.
+    """
     match = architecture.match(weight)
     rule = sizes.holds(match) if match else None
     if match is None or rule is None:
@@ -55,7 +57,9 @@ def _input_first(architecture: Architecture, sizes: AxisSizes, weight: str, shap
 
 
 def _is_cached(architecture: Architecture, weight: str) -> bool:
-    """Whether an attention caches what a weight makes, or multiplies it with that: queries, keys, values, latents."""
+    """Whether an attention caches the output of a weight, or multiplies it with cached values: queries, keys, values,
+    latents.
+    """
     match = architecture.match(weight)
     shapes = (shape for rule in (match.rules if match else ()) for shape in rule.shapes)
     return any(map(makes_heads, shapes)) or ".kv_a_proj" in weight

@@ -35,8 +35,8 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def skeleton(folder: FilePath, dtype: str | None = None, plan_file: Path | None = None) -> Model:
-    """The model that the config.json in a folder describes, its weights of one dtype: the given one, or what the config
-    states, of the model or of its language model, or bfloat16.
+    """Return the model that a folder's config.json describes, without values. Its weights have one dtype: the given
+    one, or the one that the config states for the model or its language model, or bfloat16.
 
     Raises ReshardError if transformers has no class for it or no rules cover it, and for an encoder beside a decoder.
     """

@@ -92,7 +92,7 @@ class _Part(NamedTuple):
 
 
 class _Planner:
-    """A plan that grows: the styles, and what is gathered or whole, by the names of modules."""
+    """A plan under construction: the styles, and the modules whose outputs are gathered or whole, by name."""
 
     def __init__(self, model: Model, network: Any, degree: int | None) -> None:
         self.model, self.network, self.degree = model, network, degree
@@ -149,7 +149,9 @@ class _Planner:
                 yield _Part(name, name.rpartition(".")[0], *split[0], *first[name], len(split) > 1)
 
     def _kind(self, tensor: Kind) -> tuple[Split, int] | None:
-        """How a tensor is split, and the number of the family by which it is; None if it is whole."""
+        """Return the way in which a tensor is split, and the number of the family that splits it; None if it is
+        whole.
+        """
         for number, family in enumerate(self.model.architecture.families.get("tp", ())):
             present = [axis for axis in family if axis in tensor.sizes]
             dealt = set(present)
@@ -212,7 +214,7 @@ class _Planner:
             self.styles[part.name] = "rowwise" if part.kind == "row" else "packed_colwise" if is_pair else "colwise"
 
     def _is_transposed(self, part: _Part) -> bool:
-        """Whether transformers turns a parameter around as it loads it."""
+        """Whether transformers transposes a parameter when it loads it."""
         return any(
             type(operation).__name__ == "Transpose"
             and any(str(target).strip("^$") in part.name for target in entry.target_patterns)
@@ -246,7 +248,9 @@ class _Planner:
                 self.styles[owner] = "packed_colwise" if is_packed else "colwise"
 
     def _why_not_local(self, linear: Mapping[str, list[_Part]], others: list[str]) -> str | None:
-        """Why a rank's part of the vector between linear layers is not enough for the model's code; None if it is."""
+        """Return the reason why a rank's part of the vector between linear layers is not enough for the model's code;
+        else None.
+        """
         parts = [part for group in linear.values() for part in group]
         kinds = {part.kind for part in parts}
         if any(part.is_mixed for part in parts):
@@ -281,7 +285,7 @@ class _Planner:
         return None
 
     def _takes_any_heads(self, owner: str) -> bool:
-        """Whether the architecture file says that a module around this one works on any number of heads."""
+        """Whether a module around this one works on any number of heads, by the architecture file."""
         path = next(iter(self.modules[owner]), "")
         while path:
             match = self.model.architecture.match_module(path)

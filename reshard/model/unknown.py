@@ -37,7 +37,7 @@ class Unknown:
 
 
 def named_in(architecture: Architecture, name: str) -> str:
-    """A tensor's name as a line has it: its numbers are indices, of which the architecture may not know the names."""
+    """A tensor's name as a line would have it: its numbers are indices, whose names the architecture may not know."""
     return architecture.in_general(
         name, lambda at, before: "expert" if before == "experts" else "layer" if at == 0 else f"index_{at}"
     )
@@ -62,7 +62,7 @@ def no_rule(unknown: Unknown, architecture: Architecture, config: Mapping[str, A
 
 
 def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, str]:
-    """What is to be said of all tensors without a line rather than of one, and the hint; empty if there is nothing."""
+    """Return a reason that covers all tensors without a line together, and its hint; empty if there is none."""
     from reshard.formats.notation.adapters import tensors_of_modules  # for an error alone
     from reshard.formats.notation.format_file import format_of
 

@@ -1,4 +1,4 @@
-"""What is done to the elements of a block on their way: another dtype, or a function."""
+"""Changes of a block's elements on their way: another dtype, or a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.formats.numbers import CODES, as_float32, convert
 Block = NDArray[np.uint8]
 """An array of bytes whose last dimension has the bytes of one element."""
 Edit = Callable[[Block], Block]
-"""What changes the elements of a block."""
+"""A function that changes the elements of a block."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Change:
         return DTYPE_BITS[self.target] // 8
 
     def elements(self) -> Edit:
-        """What does it. Raises PlanError for a change that is not known.
+        """Return the function that makes this change. Raises PlanError for an unknown change.
 
-        Without a cast it raises MismatchError where it would lose something, with one where a finite value would become
-        infinite.
+        The function raises MismatchError if it would lose something (without a cast), or if a finite value would become
+        infinite (with one).
         """
         name, dtype, target = self.name, self.dtype, self.target
         if self.cast is not None:
@@ -76,7 +76,7 @@ def _as_f32(block: Block, dtype: str) -> NDArray[np.float32]:
 
 
 def _narrow(name: str, target: str, block: Block) -> Block:
-    """What was widened, as it was. Raises MismatchError if it was not."""
+    """Undo a widening. Raises MismatchError for values that no widening gives."""
     values = _as_f32(block, "F32")
     codes = (values.view("<u4") >> 16).astype("<u2") if target == "BF16" else values.astype("<f2")
     narrowed = codes.view(np.uint8).reshape(*values.shape, 2)

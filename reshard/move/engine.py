@@ -19,10 +19,11 @@ import os
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from io import FileIO
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from isal.isal_zlib import crc32
 from reshard.formats.errors import MismatchError
 from reshard.formats.files.checksum import Part, PartialSum, sum_part
 from reshard.formats.store import joined
-from reshard.move.jobs import Job, Options, Run, Sizes, TargetFile, add_run, parts_within, value_of
+from reshard.move.jobs import FilePlan, Job, Options, Run, Sizes, add_run, parts_within, value_of
 from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.journal import Finished, Moved, Read
@@ -43,7 +44,8 @@ from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 def move(
     jobs: Sequence[Job],
     sums: Sums,
-    targets: Sequence[TargetFile],
+    files: Sequence[FilePlan],
+    writing: Mapping[FilePlan, Writing],
     options: Options,
     *,
     finished: Callable[[str, Finished], None],
@@ -51,7 +53,8 @@ def move(
     earlier: Iterable[Moved] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Carry out jobs in order, from the files of ``sums`` to ``targets``. Adds what is read to ``sums``.
+    """Carry out jobs in order, from the files of ``sums`` to those of ``files`` that are in ``writing``. Adds what is
+    read to ``sums``.
 
     ``finished`` is called with the name of each complete target file, ``moved`` with steps that are complete while
     their files may not be, ``progress`` with the bytes written since its last call. What ``earlier`` runs have moved is
@@ -60,8 +63,8 @@ def move(
     function, files are removed that a next run cannot use. A thread that waits for a remote answer ends with that, and
     writes no more.
     """
-    allow_open_files(len(targets) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
-    sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[TargetFile | None]()
+    allow_open_files(len(writing) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
+    sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[FilePlan | None]()
     work = sum(job.work(sizes.small) for job in jobs)
     count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
     complete, taken_over, shared = set[tuple[int, int]](), 0, dict[Read, Read]()
@@ -80,12 +83,12 @@ def move(
         for (file, targets), part in account.read.items():
             sums.add(file, targets, part)
         for target, runs in account.runs.items():
-            target.runs += runs
+            writing[target].runs += runs
         for target, part in account.written.items():
-            target.sum.merge(part)
-        for target in (target for target in account.written if target.sum.is_complete):
-            _finish(target, options)
-            checksum = target.sum.value() if options.checksum else None
+            writing[target].sum.merge(part)
+        for target in (target for target in account.written if writing[target].sum.is_complete):
+            writing[target].finish(options)
+            checksum = writing[target].sum.value() if options.checksum else None
             finished(target.name, Finished(target.layout.size, checksum, reads_of(sums.read_for(target))))
         progress(account.nbytes)
 
@@ -93,7 +96,7 @@ def move(
         """Take a report, of which the journal notes the steps."""
         if account.steps and options.checksum:
             for target in account.written:
-                target.has_steps = True
+                writing[target].has_steps = True
             written = {target.name: part.digest() for target, part in account.written.items()}
             reads = reads_of((*key, part) for key, part in account.read.items())
             moved(Moved(tuple(account.steps), sizes.step, written, reads))
@@ -106,76 +109,110 @@ def move(
             taken_over += account.nbytes
             take(account)
 
+    def is_left(step: Step) -> bool:
+        """Whether a step is to be carried out, and checks something or writes to a file that is not complete."""
+        writes, job = step.slab.writes, step.job
+        return step.number not in complete and (
+            is_all or not writes or any(job.target(region.rank).file in writing for region in writes)
+        )
+
     try:
-        first, before = Mover(options, busy, take), iter(earlier)
+        first, before, is_all = Mover(writing, options, busy, take), iter(earlier), len(writing) == len(files)
         is_resumed = [*itertools.islice(before, 1)]
-        for target in targets:
-            if not target.done:
-                _create(target, is_new=not is_resumed)
-                for offset, content in ((0, target.layout.header), *target.layout.fixed):
-                    first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
+        for target, opened in writing.items():
+            opened.create(is_new=not is_resumed)
+            for offset, content in ((0, target.layout.header), *target.layout.fixed):
+                first.write(target, offset, np.frombuffer(content, dtype=np.uint8))
         first.report()
         if is_resumed:
             records = Shared(itertools.chain(is_resumed, before))
             work_together(
                 count,
-                lambda _, report: Mover(options, busy, report).take_over(records, steps, sums.of, targets),
+                lambda _, report: Mover(writing, options, busy, report).take_over(records, steps, sums.of, files),
                 take_over,
             )
-        stretches = [Shared(steps.left(part, complete)) for part in stretches_of(jobs, count, sizes.small)]
+        stretches = [Shared(steps.left(part, is_left)) for part in stretches_of(jobs, count, sizes.small)]
         is_remote = any(file.is_elsewhere for file in sums.of)
         work_together(
             count,
-            lambda number, report: Mover(options, busy, report).carry_out(
+            lambda number, report: Mover(writing, options, busy, report).carry_out(
                 itertools.chain(*stretches[number:], *stretches[:number]), is_remote=is_remote
             ),
             note,
         )
         return taken_over
     finally:
-        for target in (target for target in targets if target.opened is not None):
-            target.opened = None
-            if not target.has_steps:  # it is of no use to a next run, and may fill the disk
+        for opened in writing.values():
+            opened.close()
+
+
+@dataclass(eq=False)
+class Writing:
+    """A weight file while it is written: how far it is."""
+
+    plan: FilePlan
+    path: Path
+    """Its path when it is complete."""
+    has_steps: bool = False
+    """Whether a journal says that steps of it are complete."""
+    runs: list[Run] = field(default_factory=list)
+    """The CRC-32s of pieces that were written."""
+    file: FileIO | None = None
+    """The open file; it is closed when the last thread that writes to it lets go of it."""
+
+    @cached_property
+    def sum(self) -> PartialSum:
+        """The sum of what was written."""
+        return PartialSum(self.plan.layout.size)
+
+    @property
+    def staged(self) -> Path:
+        """The path of the file until it is complete."""
+        return self.path.with_name(self.path.name + ".incomplete")
+
+    def create(self, *, is_new: bool) -> None:
+        """Create the file in its full size, or open that of an earlier run of the same work."""
+        with disk_errors(self.staged):
+            if is_new:
+                self.staged.unlink(missing_ok=True)
+            elif not self.staged.exists() and self.path.is_file():  # it was touched, or is not noted as finished
+                self.path.rename(self.staged)
+            self.has_steps = self.staged.exists()
+            self.file = FileIO(os.open(self.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+            reserve(self.file.fileno(), self.plan.layout.size)
+
+    def finish(self, options: Options) -> None:
+        """Write the CRC-32s of the file's parts, and give it its name.
+
+        A part that was written in small pieces is read once more for its CRC-32.
+        """
+        self.runs.sort()
+        begins, piece, opened = [run.begin for run in self.runs], options.sizes.piece, self.file
+        assert opened is not None
+        with disk_errors(self.path):
+            for crc in self.plan.layout.crcs:
+                value = value_of(crc, self.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)])
+                if value is None:
+                    value = 0
+                    for begin in range(crc.begin, crc.end, piece):
+                        value = crc32(os.pread(opened.fileno(), min(piece, crc.end - begin), begin), value)
+                content = value.to_bytes(4, "little")
+                for offset in crc.places:
+                    os.pwrite(opened.fileno(), content, offset)
+                    self.sum.add(offset, 0, sum_part(content, offset) if options.checksum else None)
+            self.file = None
+            with opened:
+                if options.fsync:
+                    os.fsync(opened.fileno())
+            self.staged.rename(self.path)
+
+    def close(self) -> None:
+        """Let go of the file if it is not complete, and remove it if a next run cannot use it."""
+        if self.file is not None:
+            self.file = None
+            if not self.has_steps:  # it may fill the disk
                 with contextlib.suppress(OSError):
-                    target.staged.unlink()
-
-
-def _create(target: TargetFile, *, is_new: bool) -> None:
-    """Create a target file of full size, or open that of an earlier run of the same work."""
-    with disk_errors(target.staged):
-        if is_new:
-            target.staged.unlink(missing_ok=True)
-        elif not target.staged.exists() and target.path.is_file():  # it was touched, or is not noted as finished
-            target.path.rename(target.staged)
-        target.has_steps = target.staged.exists()
-        target.opened = FileIO(os.open(target.staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
-        reserve(target.opened.fileno(), target.layout.size)
-
-
-def _finish(target: TargetFile, options: Options) -> None:
-    """Write the CRC-32s of a file's parts, and give it its name.
-
-    A part that was written in small pieces is read once more for its CRC-32.
-    """
-    target.runs.sort()
-    begins, piece, opened = [run.begin for run in target.runs], options.sizes.piece, target.opened
-    assert opened is not None
-    with disk_errors(target.path):
-        for crc in target.layout.crcs:
-            value = value_of(crc, target.runs[bisect_left(begins, crc.begin) : bisect_left(begins, crc.end)])
-            if value is None:
-                value = 0
-                for begin in range(crc.begin, crc.end, piece):
-                    value = crc32(os.pread(opened.fileno(), min(piece, crc.end - begin), begin), value)
-            content = value.to_bytes(4, "little")
-            for offset in crc.places:
-                os.pwrite(opened.fileno(), content, offset)
-                target.sum.add(offset, 0, sum_part(content, offset) if options.checksum else None)
-        target.opened = None
-        with opened:
-            if options.fsync:
-                os.fsync(opened.fileno())
-        target.staged.rename(target.path)
+                    self.staged.unlink()
 
 
 _FEW = 256 << 20
@@ -195,16 +232,18 @@ class Steps:
 
     def __init__(self, jobs: Sequence[Job], sizes: Sizes) -> None:
         self._jobs, self._sizes = jobs, sizes
-        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(lambda way: tuple(way(sizes.step)))
+        self._kept: Callable[[Route], Sequence[Slab]] = lru_cache(maxsize=32)(
+            lambda route: tuple(route.slabs(sizes.step))
+        )
 
     def of(self, number: int, first: int = 0, last: int | None = None) -> Iterator[Step]:
         """The steps of a job, from ``first`` to before ``last``."""
         job = self._jobs[number]
-        slabs = self._kept(job.transfer) if job.nbytes <= _FEW else job.transfer(self._sizes.step)
+        slabs = self._kept(job.route) if job.nbytes <= _FEW else job.route.slabs(self._sizes.step)
         return (Step(job, slab, (number, i)) for i, slab in enumerate(itertools.islice(slabs, first, last), first))
 
-    def left(self, numbers: Iterable[int], complete: Container[tuple[int, int]]) -> Iterator[Sequence[Step]]:
-        """The steps of some jobs that are not ``complete``, a few at a time: of small tensors, or of one other."""
+    def left(self, numbers: Iterable[int], is_left: Callable[[Step], bool]) -> Iterator[Sequence[Step]]:
+        """The steps of some jobs that are left, a few at a time: of small tensors, or of one other."""
         for is_small, alike in itertools.groupby(
             numbers, lambda number: self._jobs[number].is_small(self._sizes.small)
         ):
@@ -212,7 +251,7 @@ class Steps:
             for together in [alike] if is_small else ([number] for number in alike):
                 group, room = list[Step](), most
                 for step in (step for number in together for step in self.of(number)):
-                    if step.number not in complete:
+                    if is_left(step):
                         group.append(step)
                         room -= step.job.nbytes if is_small else step.slab.nbytes
                     if room <= 0:
@@ -236,26 +275,26 @@ SECONDS = 5.0
 AHEAD = 64 << 20
 """About so many bytes of remote files are requested before the steps that read them are carried out."""
 
-K = TypeVar("K", bound=TargetFile | None)
+K = TypeVar("K", bound=FilePlan | None)
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
 
 @dataclass
 class Account:
-    """What a thread has moved since its last report."""
+    """A thread's moves since its last report."""
 
     steps: list[tuple[int, int]] = field(default_factory=list)
     """The steps that are complete: all that was read and written is of these."""
     read: dict[tuple[SourceFile, Targets], PartialSum] = field(default_factory=dict)
     """Sums of bytes read, by the source's file and the targets that wanted them."""
-    written: dict[TargetFile, PartialSum] = field(default_factory=dict)
+    written: dict[FilePlan, PartialSum] = field(default_factory=dict)
     """Sums of bytes written."""
     nbytes: int = 0
     """Bytes written."""
     fetched: int = 0
     """Bytes requested of remote files."""
-    runs: dict[TargetFile, list[Run]] = field(default_factory=dict)
+    runs: dict[FilePlan, list[Run]] = field(default_factory=dict)
     """CRC-32s of bytes written, as far as they are needed."""
 
 
@@ -263,12 +302,7 @@ def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Seque
     """The drawn steps, each when what it and the next ones read of remote files was requested."""
     waiting = deque[Sequence[Step]]()
     for steps in drawn:
-        reads = (
-            (job.source(region.rank), region)
-            for job, slab, _ in steps
-            if not slab.writes or not all(job.target(to.rank).file.done for to in slab.writes)
-            for region in slab.reads
-        )
+        reads = ((job.source(region.rank), region) for job, slab, _ in steps for region in slab.reads)
         reader.request(
             (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
             for place, region in reads
@@ -284,13 +318,17 @@ def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Seque
 
 
 class Mover:
-    """What a thread does: carries out the steps that it draws.
+    """The work of a thread: it draws steps, and carries them out.
 
-    ``busy`` has the targets that a thread is writing to. ``send`` takes its reports.
+    ``writing`` has the files that are not complete, ``busy`` those that a thread is writing to. ``send`` takes its
+    reports.
     """
 
-    def __init__(self, options: Options, busy: set[TargetFile | None], send: Callable[[Account], None]) -> None:
-        self._options, self._sizes, self._busy, self._send = options, options.sizes, busy, send
+    def __init__(
+        self, writing: Mapping[FilePlan, Writing], options: Options, busy: set[FilePlan | None],
+        send: Callable[[Account], None],
+    ) -> None:  # fmt: skip
+        self._writing, self._options, self._sizes, self._busy, self._send = writing, options, options.sizes, busy, send
         self._reader, self._arena, self._account = Reader(), _Arena(self._sizes.piece), Account()
         self._reported = time.monotonic()
 
@@ -331,12 +369,10 @@ class Mover:
     def _carry_out(self, steps: Sequence[Step]) -> None:
         """Read what steps need, check it, and write what they make of it; neighbours in a file with one call."""
         reads: dict[tuple[SourceFile, Targets | None], _Run] = defaultdict(_Run)
-        writes: dict[TargetFile, _Run] = defaultdict(_Run)
+        writes: dict[FilePlan, _Run] = defaultdict(_Run)
         ready = list[tuple[Job, Slab, list[_Place], list[Bytes]]]()
         for job, slab, _ in steps:
             places = [job.target(region.rank) for region in slab.writes]
-            if places and all(place.file.done for place in places):
-                continue
             read_for = frozenset([place.file for place in places])
             origins, blocks = list[_Place](), list[Bytes]()
             for region in slab.reads:
@@ -344,7 +380,7 @@ class Mover:
                 run = reads[origin.file, None if job.again or region.needed is not None else read_for]
                 origins.append((run, run.add(region, ranges_of(origin, region), origin.offset), region))
             for region, place, copies in zip(slab.writes, places, slab.copies_to, strict=True):
-                if not place.file.done:
+                if place.file in self._writing:
                     run = writes[place.file]
                     begin = run.add(region, region.ranges(0, region.nbytes), place.offset)
                     run.made_of.append((begin, region, copies, origins, blocks))
@@ -386,13 +422,13 @@ class Mover:
             for copy in copies:
                 block[copy.target_slices] = copy.block(blocks)
 
-    def write(self, target: TargetFile, offset: int, data: Bytes, part: Part | None = None) -> None:
+    def write(self, target: FilePlan, offset: int, data: Bytes, part: Part | None = None) -> None:
         """Write at ``offset`` of a file; ``part`` is the sum of the data, if known."""
         if not self._options.checksum:
             part = None
         elif part is None or not part.fits(offset):
             part = sum_part(data, offset)
-        position, size, view, most, opened = 0, data.size, data.data, self._sizes.write, target.opened
+        position, size, view, most, opened = 0, data.size, data.data, self._sizes.write, self._writing[target].file
         if opened is None:
             raise StoppedError
         try:
@@ -400,10 +436,10 @@ class Mover:
                 end = position + most - (offset + position) % most
                 position += os.pwrite(opened.fileno(), view[position:end], offset + position)
         except OSError as error:
-            raise disk_error(target.path, error) from error
+            raise disk_error(self._writing[target].path, error) from error
         self._add_written(target, offset, data, part)
 
-    def _add_written(self, target: TargetFile, offset: int, data: Bytes, part: Part | None) -> None:
+    def _add_written(self, target: FilePlan, offset: int, data: Bytes, part: Part | None) -> None:
         """Take into account what a file has from ``offset`` on, and its sum."""
         for begin, end, is_whole in parts_within(target.layout.crcs, offset, data.size) if target.layout.crcs else ():
             runs = self._account.runs.setdefault(target, [])
@@ -414,7 +450,7 @@ class Mover:
     # -- what earlier runs have moved
 
     def take_over(
-        self, earlier: Iterable[Moved], steps: Steps, sources: Iterable[SourceFile], targets: Iterable[TargetFile]
+        self, earlier: Iterable[Moved], steps: Steps, sources: Iterable[SourceFile], targets: Iterable[FilePlan]
     ) -> None:
         """Report what earlier runs have moved, as far as the files still have it."""
         files, to = {file.name: file for file in sources}, {target.name: target for target in targets}
@@ -428,18 +464,18 @@ class Mover:
                 continue
             for read in moved.reads:
                 targets, file = frozenset(to[name] for name in read.targets), files[read.source]
-                if not targets or not all(target.done for target in targets):  # else a finished file has these sums
+                if not targets or not targets.isdisjoint(self._writing):  # else a finished file has these sums
                     self._account.read[file, targets] = PartialSum.from_text(read.sum, file.size)
             self._account.steps = [step.number for step in mine]
             self.report()
 
     def _add_again(self, steps: Iterable[Step]) -> None:
         """Take into account what unfinished files have where steps write."""
-        ranges: dict[TargetFile, list[tuple[int, int]]] = {}
+        ranges: dict[FilePlan, list[tuple[int, int]]] = {}
         for job, slab, _ in steps:
             for region in slab.writes:
                 file, first = job.target(region.rank)
-                if not file.done:
+                if file in self._writing:
                     parts = ranges.setdefault(file, [])
                     parts += ((first + at, first + at + n) for at, _, n in region.ranges(0, region.nbytes))
         for target, parts in ranges.items():
@@ -447,9 +483,10 @@ class Mover:
                 for offset in range(begin, end, self._sizes.piece):
                     self._arena.clear()
                     data = self._arena.take(min(self._sizes.piece, end - offset), offset)
-                    assert target.opened is not None
+                    opened = self._writing[target].file
+                    assert opened is not None
                     with contextlib.suppress(OSError):  # what cannot be read is written again
-                        data = data[: os.preadv(target.opened.fileno(), [data.data], offset)]
+                        data = data[: os.preadv(opened.fileno(), [data.data], offset)]
                         self._add_written(target, offset, data, sum_part(data, offset))
 
 
@@ -496,9 +533,10 @@ def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
         elif not np.array_equal(check.block(blocks), block):
             rank = slab.reads[check.source].rank
             place = job.source(rank)
-            if rank >= job.holders > 0:
+            if rank >= job.holders:
+                copy = job.sources[rank // job.holders].location.stored.name
                 raise MismatchError(
-                    f"tensor '{job.copies[rank // job.holders - 1]}' in {place.file.path} should be '{job.name}' once "
+                    f"tensor '{copy}' in {place.file.path} should be '{job.name}' once "
                     "more, because the two are tied, but differs",
                     'if the model has a head of its own, say so in config.json: "tie_word_embeddings": false',
                 )
@@ -517,7 +555,7 @@ class _Run:
 
     size: int = 0
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """Where they lie: the offset in the file, the position in memory, and the length of each range."""
+    """For each range: its offset in the file, its position in memory, and its length."""
     made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
     """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
     data: Bytes = field(default_factory=lambda: _NONE)

@@ -1,4 +1,4 @@
-"""What is to be moved: jobs, the files and places of their targets, and how it is done.
+"""Jobs of a move, the files and places of their targets, and its options.
 
 CRC-32s of parts of a file are made of those of its pieces, in whatever order and by whichever process they are written.
 isal computes them: it takes a third of zlib's time (13.2 against 3.9 GB/s on one core), and can join two.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from io import FileIO
-from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from reshard.formats.files.checksum import PIECE, PartialSum
+from reshard.formats.files.checksum import PIECE
 from reshard.formats.files.layout import Crc, Layout, Tensor
 from reshard.move.slabs import Route
+from reshard.placement.stored import Location
 from reshard.source.source import SourcePlace
 
 Progress = Callable[[int, int], None]
@@ -43,7 +41,9 @@ class Run(NamedTuple):
 
 
 def parts_within(crcs: Sequence[Crc], offset: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """What lies within one of these of ``size`` bytes from ``offset`` on: begin, end, and whether it is all of it."""
+    """Yield the parts of ``size`` bytes from ``offset`` on that lie within one of ``crcs``: begin, end, and whether
+    they fill it.
+    """
     first = bisect_right(crcs, offset, key=lambda crc: crc.begin) - 1
     for number in range(max(first, 0), len(crcs)):
         begin, end = max(crcs[number].begin, offset), min(crcs[number].end, offset + size)
@@ -72,64 +72,91 @@ def value_of(crc: Crc, runs: Iterable[Run]) -> int | None:
     return value if end == crc.end else None
 
 
-@dataclass(eq=False)
-class TargetFile:
-    """A weight file to be written: the layout of tensors of one rank; then how far that is.
-
-    ``name`` is relative to the output. The file must have the checksum ``expected``, if that is known.
-    """
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """A weight file that is to be written: its name in the output, and where it has which tensors of one rank."""
 
     name: str
     rank: int
     layout: Layout
     expected: str | None = None
+    """The checksum that it must have, if that is known."""
     tensors: Sequence[Tensor] = ()
-    path: Path = Path()
-    """Its path when it is complete."""
-    done: bool = False
-    """Whether an earlier run has finished it, or another writes it."""
-    has_steps: bool = False
-    """Whether a journal says that steps of it are complete."""
-    runs: list[Run] = field(default_factory=list)
-    """The CRC-32s of pieces that were written."""
-    opened: FileIO | None = None
-    """The open file; it is closed when the last thread that writes to it lets go of it."""
-
-    @cached_property
-    def sum(self) -> PartialSum:
-        """The sum of what was written."""
-        return PartialSum(self.layout.size)
-
-    @property
-    def staged(self) -> Path:
-        """The path of the file until it is complete."""
-        return self.path.with_name(self.path.name + ".incomplete")
 
 
 class TargetPlace(NamedTuple):
     """A tensor's file and the offset of its first byte in it."""
 
-    file: TargetFile
+    file: FilePlan
     offset: int
 
 
+P = TypeVar("P", SourcePlace, TargetPlace)
+P_co = TypeVar("P_co", covariant=True)
+
+
+class Side(Protocol[P_co]):
+    """The tensors of the source, or of the target, in files."""
+
+    def place_of(self, name: str, rank: int) -> P_co:
+        """The place of a stored tensor in the files of a rank that has it."""
+
+
+class TargetTensors(NamedTuple):
+    """The places of an output's tensors in its files, by rank and name."""
+
+    ranks: Mapping[int, Mapping[str, TargetPlace]]
+
+    def place_of(self, name: str, rank: int) -> TargetPlace:
+        """The place of a stored tensor in the files of a rank."""
+        return self.ranks[rank][name]
+
+
+@dataclass(slots=True, frozen=True, eq=False)  # there are two for each tensor
+class Places(Generic[P]):
+    """Where an atom lies on each rank of one side, the source or the target."""
+
+    side: Side[P]
+    location: Location
+
+    def on(self, rank: int) -> P:
+        """The place of its first byte on a rank that has it."""
+        stored = self.location.stored
+        place = self.side.place_of(stored.name_on(rank), rank)
+        if not stored.geometry.is_stack:
+            return place
+        return place._replace(offset=place.offset + self.location.first(rank))
+
+
 class Job(NamedTuple):
-    """A tensor to move. ``source`` and ``target`` give its place in the files of a rank there that has it."""
+    """An atom to move: from which places to which, and by which steps."""
 
     name: str
-    transfer: Route
-    source: Callable[[int], SourcePlace]
-    target: Callable[[int], TargetPlace]
+    """The name of its Hugging Face tensor."""
+    route: Route
+    sources: tuple[Places[SourcePlace], ...]
+    """Where the source has it, and has it once more under other names (tied)."""
+    targets: Places[TargetPlace]
     nbytes: int
     """Bytes of the full tensor."""
+    ranks: frozenset[int]
+    """The ranks of the target to which it goes."""
+    holders: int
+    """The ranks of the source. The steps number those of a copy behind them, those of the next copy behind these."""
     again: bool = False
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
-    copies: Sequence[str] = ()
-    """The names under which the source has it once more (tied). Behind the source's ``holders`` come theirs."""
-    holders: int = 0
+
+    def source(self, number: int) -> SourcePlace:
+        """Where a rank of the source has it, or its copy."""
+        copy, rank = divmod(number, self.holders)
+        return self.sources[copy].on(rank)
+
+    def target(self, rank: int) -> TargetPlace:
+        """Where a rank of the target is to have it."""
+        return self.targets.on(rank)
 
     def is_small(self, small: int) -> bool:
-        """Whether it is moved together with others, where ``small`` is the size of the largest of these."""
+        """Whether it is small enough, at most ``small`` bytes, to be moved together with others."""
         return self.nbytes <= small
 
     def work(self, small: int) -> int:
@@ -149,7 +176,7 @@ class Sizes:
     together: int = 1 << 20
     """Small tensors are moved together up to so many bytes."""
     piece: int = PIECE
-    """What is read, summed and written at a time, while it is in a processor's cache."""
+    """Bytes that are read, summed and written at a time, while they are in a processor's cache."""
     write: int = 1 << 16
     """A system call writes at most so many bytes, and ends at a multiple of this in the file. Larger calls take larger
     pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
@@ -162,12 +189,12 @@ DEFAULT = Sizes()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How bytes are moved.
+    """Settings of a move.
 
     ``workers``: the number of threads, by default one a core, two to eight.
     ``checksum``: checksums are recorded, and compared with recorded ones.
     ``fsync``: the output is flushed to the disk before it gets its name.
-    ``sizes``: the sizes of pieces to move.
+    ``sizes``: how much is moved at a time.
     """
 
     workers: int | None = None

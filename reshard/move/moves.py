@@ -8,10 +8,9 @@ refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Generic, TypeVar
+from functools import cache
 
 import numpy as np
 
@@ -22,58 +21,65 @@ from reshard.formats.files.sharded import INTACT_FILE
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.quantization.companions import restated
-from reshard.formats.store import Range, joined
+from reshard.formats.store import FilePath, Range, joined
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Block, Change, Edit
-from reshard.move.jobs import Job, Options, TargetFile, TargetPlace
+from reshard.move.jobs import FilePlan, Job, Options, Places, TargetPlace, TargetTensors
 from reshard.move.reading import GAP, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Rows, Slab, Transfer
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.geometry import Geometry
-from reshard.placement.stored import Atom, Location, Stated
-from reshard.source.source import UNSPLIT, Source, SourceFile, SourcePlace
+from reshard.placement.stored import Atom, Location
+from reshard.source.source import UNSPLIT, Source, SourceFile, SourcePlace, SourceTensors
 
 # ------------------------------------------------------------------------------------------------------ stated shapes
 
 _WHOLE = (slice(None),)
 
 
-def restate(
-    name: str, dtype: str, nbytes: int, places: Mapping[int, SourcePlace], source: Stated, target: Stated,
-    ranks: frozenset[int],
-) -> Slab:  # fmt: skip
-    """The step of a tensor whose values state a weight's shape: each rank gets the shape that the weight has there.
+@dataclass(frozen=True, eq=False)
+class Restating(Route):
+    """The way of a tensor whose values state a weight's shape: each rank gets the shape that the weight has there.
 
-    The rest of such a tensor is replicated (see ``formats.quantization.companions``). It has ``nbytes``. It goes from
-    the source ranks that have one of the ``places`` to the target ranks ``ranks``; ``source`` and ``target`` have the
-    shape that it states on a rank.
+    The rest of such a tensor is replicated (see ``formats.quantization.companions``).
     """
 
-    def edit(rank: int, shape: Sequence[int]) -> Edit:
+    name: str
+    dtype: str
+    nbytes: int
+    sources: Mapping[int, tuple[FilePath, tuple[int, ...]]]
+    """The source's ranks, each with its file and the shape that is stated there."""
+    targets: Mapping[int, tuple[int, ...]]
+    """The target's ranks, each with the shape that is to be stated there."""
+
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """One step, whatever the budget."""
+        (first, *replicas), (_, shape) = self.sources, next(iter(self.sources.values()))
+        copies = (Copy(0, _WHOLE, i, _WHOLE, self._edit(first, to)) for i, to in enumerate(self.targets.values()))
+        checks = (Copy(i, _WHOLE, 0, _WHOLE, self._edit(rank, shape)) for i, rank in enumerate(replicas, 1))
+        reads, writes = (
+            tuple(Region(rank, 0, (self.nbytes,), Rows(0, (), self.nbytes)) for rank in side)
+            for side in (self.sources, self.targets)
+        )
+        yield Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
+
+    def _edit(self, rank: int, shape: tuple[int, ...]) -> Edit:
         """Replaces the shape that a source rank must state by another; raises MismatchError if it states a third."""
+        path, before = self.sources[rank]
 
         def change(block: Block) -> Block:
             try:
-                new = restated(block.tobytes(), dtype, source(rank), shape)
+                new = restated(block.tobytes(), self.dtype, before, shape)
             except CheckpointError as error:
-                raise MismatchError(f"{places[rank].file.path}: tensor '{name}' {error.message}", error.hint) from None
+                raise MismatchError(f"{path}: tensor '{self.name}' {error.message}", error.hint) from None
             return np.frombuffer(new, dtype=np.uint8)
 
         return change
-
-    (first, *replicas), targets = places, sorted(ranks)
-    copies = (Copy(0, _WHOLE, number, _WHOLE, edit(first, target(rank))) for number, rank in enumerate(targets))
-    checks = (Copy(i, _WHOLE, 0, _WHOLE, edit(rank, source(first))) for i, rank in enumerate(replicas, 1))
-    reads, writes = (
-        tuple(Region(rank, 0, (nbytes,), Rows(0, (), nbytes)) for rank in side) for side in (places, targets)
-    )
-    return Slab(reads, writes, tuple(copies), tuple(checks), is_flat=False)
 
 
 INTACT_RANK = -1
 """Stands for a rank: the file with the tensors that a program does not store."""
 
-Place = TypeVar("Place", SourcePlace, TargetPlace)
 TargetPlaces = Mapping[int, Mapping[str, TargetPlace]]
 """The places of stored tensors in the target's files, by rank and name."""
 
@@ -88,16 +94,15 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
     own = {tensor.name: tensor.dtype for tensor in source.plan.model.tensors} if source.cast else {}
     casts = {t.name: t.dtype for t in target.plan.model.tensors if own.get(t.name, t.dtype) != t.dtype}
     check_atoms(source_side, target_side)
-    origin, again = source.place_of, dict[Atom, list[Location]]()
+    origin, goal = SourceTensors(source.files, source.ranks), TargetTensors(places)
+    intact, apart = SourceTensors(source.files, [source.intact]), TargetTensors({0: places.get(INTACT_RANK, {})})
+    again = dict[Atom, list[Location]]()
     for atom, placed in source_side.copies:
         again.setdefault(atom, []).append(placed)
     holders, is_compared = source_side.ranks, compare or bool(source_side.copies)
     has_zeros = source.manifest is not None or not source.format.padding.free  # as padding
     # atoms that lie alike in stored tensors, and those that are spread alike, go the same way
     routes, of_kinds = dict[tuple[object, ...], Route](), dict[tuple[object, ...], tuple[Route, int]]()
-
-    def goal(name: str, rank: int) -> TargetPlace:
-        return places[rank][name]
 
     @cache
     def whole() -> Mapping[Atom, Location]:
@@ -123,15 +128,15 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
                 )
             routes[key] = Transfer(
                 spread, goal, DTYPE_BITS[dtype], ranks, compare=is_compared, zeros=has_zeros, change=change
-            ).slabs
+            )
         return routes[key]
 
     def job(
         atom: Atom,
         src: Location,
         dst: Location,
-        sources: Callable[[int], SourcePlace],
-        targets: Callable[[int], TargetPlace],
+        sources: Places[SourcePlace],
+        targets: Places[TargetPlace],
         ranks: frozenset[int],
         copies: Sequence[Location] = (),
     ) -> Job:
@@ -148,10 +153,10 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         way, nbytes = of_kinds[key]
         stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
-            origins = {rank: sources(rank) for rank in sorted(src.spread.pieces)[: None if is_compared else 1]}
-            way = _one_step(restate(name, dtype, nbytes, origins, stated, states, ranks))
-        names = tuple(placed.stored.name for placed in copies)
-        return Job(name, way, sources, targets, nbytes, copies=names, holders=holders if names else 0)
+            holds = sorted(src.spread.pieces)[: None if is_compared else 1]
+            origins = {rank: (sources.on(rank).file.path, stated(rank)) for rank in holds}
+            way = Restating(name, dtype, nbytes, origins, {rank: states(rank) for rank in sorted(ranks)})
+        return Job(name, way, (sources, *(Places(origin, at) for at in copies)), targets, nbytes, ranks, holders)
 
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}
     for atom in whole() if source_side.dropped or target_side.dropped else source_side.atoms:
@@ -159,9 +164,10 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if src is None or src.portion.function is not None:
             src = whole()[atom]
             src = src._replace(stored=src.stored._replace(dtype=own.get(atom.tensor, src.stored.dtype)))
-            sources: Callable[[int], SourcePlace] = _on_all(_intact_place(source, src, atom.tensor))
+            _check_intact(source, atom.tensor)
+            sources = Places(intact, src)
         else:
-            sources = _Places(origin, src)
+            sources = Places(origin, src)
         ranks = frozenset[int]()
         if dst is not None:
             key = (dst.stored.geometry, dst.number)
@@ -169,43 +175,13 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
                 ranks_of[key] = _ranks_of(dst, places)
             ranks = ranks_of[key]
         if dst is not None and ranks:
-            if copies := again.get(atom, ()):
-                each: list[Callable[[int], SourcePlace]] = [sources, *(_Places(origin, at) for at in copies)]
-                sources = partial(_place_of_copies, each, holders)
-            yield job(atom, src, dst, sources, _Places(goal, dst), ranks, copies)
+            yield job(atom, src, dst, sources, Places(goal, dst), ranks, again.get(atom, ()))
         if (dst is None or dst.portion.function is not None) and INTACT_RANK in places:
-            place = places[INTACT_RANK][atom.tensor]
-            place = place._replace(offset=place.offset + whole()[atom].first(0))
-            yield job(atom, src, whole()[atom], sources, _on_all(place), frozenset({0}))
+            yield job(atom, src, whole()[atom], sources, Places(apart, whole()[atom]), frozenset({0}))
     for atom, dst in target_side.copies:
         src, ranks = source_side.atoms[atom], _ranks_of(dst, places)
         if ranks:
-            yield job(atom, src, dst, _Places(origin, src), _Places(goal, dst), ranks)._replace(again=True)
-
-
-@dataclass(slots=True, eq=False)  # there are two for each tensor
-class _Places(Generic[Place]):
-    """Where an atom lies on each rank; ``place_of`` has the places of stored tensors by name and rank."""
-
-    place_of: Callable[[str, int], Place]
-    location: Location
-
-    def __call__(self, rank: int) -> Place:
-        stored = self.location.stored
-        place = self.place_of(stored.name_on(rank), rank)
-        if not stored.geometry.is_stack:
-            return place
-        return place._replace(offset=place.offset + self.location.first(rank))
-
-
-def _on_all(place: Place) -> Callable[[int], Place]:
-    return lambda rank: place
-
-
-def _place_of_copies(places: Sequence[Callable[[int], SourcePlace]], ranks: int, number: int) -> SourcePlace:
-    """Where a rank has a tied tensor, or its copy: those of the first copy count from ``ranks`` on, and so on."""
-    which, rank = divmod(number, ranks)
-    return places[which](rank)
+            yield job(atom, src, dst, Places(origin, src), Places(goal, dst), ranks)._replace(again=True)
 
 
 def check_atoms(source: Arrangement, target: Arrangement) -> None:
@@ -231,27 +207,18 @@ def _ranks_of(location: Location, places: TargetPlaces) -> frozenset[int]:
 
 
 def _alike(location: Location) -> tuple[Geometry, int, str]:
-    """What is equal for atoms that lie alike in stored tensors."""
+    """Return a key that atoms share if they lie alike in stored tensors."""
     return location.stored.geometry, location.number, location.stored.dtype
 
 
-def _one_step(slab: Slab) -> Route:
-    """The way of a small tensor: one step, whatever the budget."""
-    return lambda budget: iter((slab,))
-
-
-def _intact_place(source: Source, location: Location, tensor: str) -> SourcePlace:
-    """Where an atom lies in the source's file of tensors that its format does not store. Raises PlanError if it does
-    not.
-    """
-    info = source.intact.get(tensor)
-    if info is None:
+def _check_intact(source: Source, tensor: str) -> None:
+    """Raise PlanError if a tensor is not in the source's file of those that its format does not store."""
+    if tensor not in source.intact:
         raise PlanError(
             f"{source.path} does not have the bits of tensor '{tensor}', which the format '{source.format.name}' does "
             "not store as they are",
             f"'reshard split' keeps them beside the shards, in {INTACT_FILE}; another program does not",
         )
-    return SourcePlace(source.files[info.file], info.offset + location.first(0))
 
 
 # ------------------------------------------------------------------------------------------------------------ downloads
@@ -263,20 +230,20 @@ def download_of(source: Source, target: Arrangement, rank: int) -> int:
     Of a row-parallel weight these are more than the rank holds: where its parts of the rows lie close together, what
     lies between them is fetched with them.
     """
-    nowhere, nbytes_of = TargetPlace(TargetFile("", rank, Layout(0)), 0), dict[Route, int]()
+    nowhere, nbytes_of = TargetPlace(FilePlan("", rank, Layout(0)), 0), dict[Route, int]()
     names, total = (stored.name_on(rank) for stored, _ in target.tensors_of(rank)), 0
     for job in jobs_of(source, target, {rank: dict.fromkeys(names, nowhere)}, compare=False):
-        if job.transfer not in nbytes_of:
+        if job.route not in nbytes_of:
             fetched: dict[SourceFile, list[Range]] = {}
-            for region in (region for slab in job.transfer(Options().sizes.step) for region in slab.reads):
+            for region in (region for slab in job.route.slabs(Options().sizes.step) for region in slab.reads):
                 place = job.source(region.rank)
                 parts = [(at, at + n) for at, _, n in ranges_of(place, region)] if place.file.remote is not None else []
                 fetched.setdefault(place.file, []).extend(joined(parts, GAP))
-            nbytes_of[job.transfer] = sum(
+            nbytes_of[job.route] = sum(
                 file.remote.over_network(end - begin)
                 for file, ranges in fetched.items()
                 for begin, end in joined(ranges, 0)
                 if file.remote is not None
             )
-        total += nbytes_of[job.transfer]
+        total += nbytes_of[job.route]
     return total

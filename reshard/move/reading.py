@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reshard.formats.files.checksum import PartialSum, file_checksum, sum_part
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.store import NEAR, Range, joined, local_path, read_into, unreadable
-from reshard.move.jobs import TargetFile
+from reshard.move.jobs import FilePlan
 from reshard.move.slabs import Region
 from reshard.source.source import Source, SourceFile, SourcePlace
 from reshard.store.threads import Threads, result
@@ -41,7 +41,7 @@ _ROW = 1 << 18
 and the kernel reads ahead.
 """
 
-Targets = frozenset[TargetFile]
+Targets = frozenset[FilePlan]
 """The files for which bytes of a source are read."""
 
 
@@ -54,7 +54,7 @@ class Sums:
 
     def __init__(self, files: Iterable[SourceFile]) -> None:
         self.of: dict[SourceFile, dict[Targets, PartialSum]] = {file: {} for file in files}
-        self._of_target: dict[TargetFile, list[tuple[SourceFile, Targets]]] = {}
+        self._of_target: dict[FilePlan, list[tuple[SourceFile, Targets]]] = {}
         self.fetched = 0
         """Bytes that were requested of remote files."""
         for file in self.of:
@@ -71,7 +71,7 @@ class Sums:
                 self._of_target.setdefault(target, []).append((file, targets))
         self.of[file][targets].merge(part)
 
-    def read_for(self, target: TargetFile) -> Iterator[tuple[SourceFile, Targets, PartialSum]]:
+    def read_for(self, target: FilePlan) -> Iterator[tuple[SourceFile, Targets, PartialSum]]:
         """The sums of what was read for a target: of all its bytes, once the target is complete."""
         return ((file, targets, self.of[file][targets]) for file, targets in self._of_target.get(target, ()))
 
@@ -214,9 +214,10 @@ def checksum_of(file: SourceFile) -> str:
 
 
 def ranges_of(place: SourcePlace, region: Region) -> Iterable[tuple[int, int, int]]:
-    """What is read of a region: the offset from the place on, the position in the region, and the length of each range.
+    """Return the ranges to read of a region: for each, the offset from the place on, the position in the region, the
+    length.
 
-    It is all of it, or what is needed of its rows; of short rows of a file on this machine, all.
+    Everything is read, or the needed parts of its rows; of short rows in a file on this machine, everything.
     """
     if region.needed is None or not (place.file.is_elsewhere or region.shape[-1] > _ROW):
         return region.ranges(0, region.nbytes)

@@ -1,14 +1,16 @@
-"""Which bytes go where: the pure planner between two spreads of one atom (``reshard.placement.pieces``).
+"""The pure planner of slabs, which says which bytes go where between two spreads of one atom
+(``reshard.placement.pieces``).
 
 It yields slabs: steps of bounded size, which read long ranges of the source's files and write long ranges of the
-target's. No source byte is read twice, and no target byte is written twice. This module opens no file. Splitting
-(1 -> N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
+target's. No source byte is read twice, and no target byte is written twice. This module opens no file. Splitting (1 ->
+N), merging (N -> 1) and re-splitting (N -> M) are the same operation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,7 +104,7 @@ class Region:
         return math.prod(self.shape)
 
     def ranges(self, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
-        """Where ``length`` bytes from ``begin`` on lie in the rank's tensor (see ``Rows.ranges``)."""
+        """Return the ranges of ``length`` bytes from ``begin`` on in the rank's tensor (see ``Rows.ranges``)."""
         return self.rows.ranges(self.offset + begin, length)
 
     def shifted(self, by: int) -> Region:
@@ -166,8 +168,12 @@ class Slab:
         return sum(region.nbytes for region in (*self.reads, *self.writes))
 
 
-Route = Callable[[int], Iterator[Slab]]
-"""How a tensor goes from one layout to another: the steps of about so many bytes of buffer each."""
+class Route(ABC):
+    """How a tensor goes from one layout to another."""
+
+    @abstractmethod
+    def slabs(self, budget: int) -> Iterator[Slab]:
+        """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
 
 
 class _Part(NamedTuple):
@@ -179,7 +185,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Transfer:
+class Transfer(Route):
     """The way of an atom from one spread to another, for some target ranks."""
 
     def __init__(
@@ -256,7 +262,7 @@ class Transfer:
                     yield self._slab(lead, [first._replace(offset=end - rest, length=rest)])
 
     def _is_flat(self, depth: int) -> bool:
-        """Whether what is read and written from a dimension on are plain byte ranges."""
+        """Whether plain byte ranges are read and written from a dimension on."""
         return depth == len(self._order) - 1 and self._change is None
 
     def _cost(self, depth: int, segment: Segment) -> int:
@@ -348,7 +354,8 @@ def _scaled(dim: _Dim, factor: int, divisor: int = 1) -> _Dim:
 
 
 def _edit(change: Change | None, axes: Sequence[int]) -> Edit | None:
-    """What changes the elements of a block, and brings its dimensions into the target's order; None for neither.
+    """Return a function that changes a block's elements, and brings its dimensions into the target's order; None for
+    neither.
 
     Raises PlanError for a change that is not known.
     """

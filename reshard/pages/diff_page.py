@@ -74,5 +74,5 @@ def _cell(name: str, line: Mapping[int, Sequence[TensorDiff]], layers: range) ->
 
 
 def _opacity(share: float) -> float:
-    """How dark a share is: from 0.1 at one in a million to 1 at all, on a logarithmic scale."""
+    """Return the opacity for a share: from 0.1 at one in a million to 1 at all, on a logarithmic scale."""
     return 1 + 0.9 * math.log10(max(share, _LEAST)) / -math.log10(_LEAST)

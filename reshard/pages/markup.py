@@ -85,7 +85,7 @@ def both_widths(draw: Callable[[str, int], Html]) -> Html:
 
 @dataclass(frozen=True)
 class Frame:
-    """The size of a plot, and the margins at the sides of what is drawn; ``name`` is that of its width."""
+    """The size of a plot, and the margins at its sides. ``name`` is the name of its width."""
 
     name: str
     width: int
@@ -95,12 +95,12 @@ class Frame:
 
     @property
     def middle(self) -> float:
-        """Where a title below the plot is centred."""
+        """The centre of a title below the plot."""
         return (self.width + self.left) / 2
 
     @property
     def inner(self) -> int:
-        """The width of what is drawn."""
+        """The width of the drawing without its margins."""
         return self.width - self.left - self.right
 
     def svg(self, content: Html, title: str, description: str | None = None) -> Html:
@@ -180,7 +180,7 @@ class Cell(NamedTuple):
     name: str
     numbers: str
     shown: str = ""
-    """What stands in it, where there is room."""
+    """The text in the cell, if there is room."""
 
 
 def matrix(

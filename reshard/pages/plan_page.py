@@ -1,4 +1,4 @@
-"""The picture of a plan: one block of each kind, every weight as a rectangle to scale, with what each rank holds of it.
+"""The picture of a plan: one block of each kind, every weight as a rectangle to scale, with the part of each rank.
 
 The page needs nothing else: no network, no script, no font.
 """
@@ -37,16 +37,16 @@ LINE = 11
 MOST_PARTS = 200
 """A side that is cut into more parts is drawn without cuts."""
 MOST_SETS = 8
-"""An expert is drawn on so many sets of ranks at most."""
+"""The most sets of ranks on which an expert is drawn."""
 
 Ranks = frozenset[int]
 
 
 Drawn = dict[str, object]
-"""What the template draws. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
+"""Data for the template. A step, which a token comes to: the ``arrows`` before it, its ``drawings``, ``name``,
 ``words``, ``rule``, and the bytes that are ``summed``. A drawing of a weight to scale: ``words``, ``width``,
-``height``, ``cells``, and of what is packed the ``lines`` between, and the ``names`` with their places. A cell, which
-the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
+``height``, ``cells`` and, for a packed one, the ``lines`` between its parts, and their ``names`` with places. A cell,
+which the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill``, and ``kind``, its class.
 """
 
 
@@ -75,7 +75,9 @@ def _stages(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _blocks(plan: Plan) -> list[tuple[str, list[Kind]]]:
-    """What is drawn: what stands outside of the layers, and one layer of each kind, named by all that are like it."""
+    """Return the blocks to draw: the weights outside of the layers, and one layer of each kind, named by all that are
+    like it.
+    """
     architecture = plan.model.architecture
     order = {template: number for number, template in enumerate(architecture.tensors)}
     laid = sorted(plan.laid, key=lambda kind: order.get(kind.template, len(order)))
@@ -109,8 +111,9 @@ _SECOND_NORM = re.compile(r"post|pre_f|pre_m|ffn|feed|mlp|ff|2")
 
 
 def _modules(plan: Plan, kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """The weights of a layer in the order in which a token comes to them: those of the attention, or what stands in
-    its place, and those of the MLP, or the experts; in each, the norm first, and last what the ranks add up.
+    """Return the weights of a layer in the order in which a token comes to them: those of the attention, or of what
+    replaces it, then those of the MLP or the experts; in each, the norm first, and the weight before the all-reduce
+    last.
     """
     if not any(kind.layers for kind in kinds):
         return [[*kinds]]
@@ -172,7 +175,7 @@ class _Picture:
         self.stages = [frozenset(range(first, first + size)) for first in range(0, self.plan.mesh.size, size)]
 
     def colour(self, rank: int) -> str:
-        """A colour that is told from those of other ranks, and seen on light and dark."""
+        """Return a rank's colour, which differs from those of other ranks, and is seen on light and dark."""
         count = self.plan.mesh.size
         hue = rank * 360 / count if count <= 8 else rank * 137.5  # neighbours are never alike
         return f"hsl({hue % 360:.0f} 62% {52 if rank % 2 else 60}%)"
@@ -185,13 +188,13 @@ class _Picture:
         return f"url(#{self.shared.setdefault(ranks, f'shared-{len(self.shared)}')})"
 
     def patterns(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Stripes for what several ranks hold: of their colours, or grey, without one, where all do."""
+        """Return stripes for weights that several ranks hold: in their colours, or grey if all ranks hold them."""
         for ranks, name in self.shared.items():
             is_all = ranks in self.stages or len(ranks) > 8
             yield name, [] if is_all else [self.colour(rank) for rank in sorted(ranks)]
 
     def legend(self) -> Iterator[tuple[str | None, str]]:
-        """What the fills mean."""
+        """Yield the fills with their meanings."""
         for rank in range(min(self.plan.mesh.size, 16)):
             yield self.colour(rank), f"rank {rank}"
         if self.plan.mesh.size > 16:
@@ -236,7 +239,7 @@ class _Picture:
         return by_ranks
 
     def _experts(self, kind: Kind, arrows: Sequence[str]) -> Drawn:
-        """Which ranks have which experts, where each expert is a tensor of its own."""
+        """Draw the experts of each rank, if each expert is a tensor of its own."""
         alike = self._alike(kind)
         counts = {ranks: sum(tensor.count // max(1, len(tensor.layers)) for tensor in alike[ranks]) for ranks in alike}
         total, x, cells = sum(counts.values()), 0.0, list[Drawn]()
@@ -286,7 +289,7 @@ class _Picture:
         return {"words": words, "width": width, "height": height, "cells": cells, "lines": lines, "names": names}
 
     def _packed(self, layout: Layout, down: _Side, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
-        """Where lines are between what is packed, and the places and names of its parts."""
+        """Return the lines between the parts of a packed weight, and the places and names of the parts."""
         lines, names, offset = list[str](), list[tuple[str, str]](), 0.0
         dim = layout.rule.dims[down.dim] if layout.rule.dims and down.dim is not None else None
         if dim is None or len(dim.summands) < 2 or dim.counted != (1, 1):
@@ -315,8 +318,8 @@ class _Side(NamedTuple):
 
 
 def _sides(layout: Layout) -> tuple[Sequence[_Side], str]:
-    """The last two dimensions of a tensor, and a note on the others; a leading one instead of the first of these, if
-    that is what is cut.
+    """Return the last two dimensions of a tensor, and a note on the others. A leading dimension that is cut takes the
+    place of the first of the two.
     """
     dims = [*range(len(layout.full))][-2:]
     cut = [dim for dim in layout.parallel_dims if dim not in dims]
@@ -341,7 +344,7 @@ def _segments(side: _Side) -> list[tuple[Run, Ranks]]:
 
 
 def _drawn(side: _Side, run: Run, scale: float) -> tuple[float, float]:
-    """Where a run of a side begins in a drawing, and its length there."""
+    """Return the begin and the length of a run in a drawing."""
     if side.length * scale <= THINNEST:
         return 0.0, THINNEST
     return run.offset * scale, max(0.5, run.length * scale)

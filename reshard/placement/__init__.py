@@ -1,1 +1,1 @@
-"""Where each element of a model lies in a format's files."""
+"""Places of a model's elements in the files of a format."""

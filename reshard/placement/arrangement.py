@@ -1,4 +1,4 @@
-"""How a program arranges a model's elements: its tensors, and where each Hugging Face tensor lies in them.
+"""The arrangement of a model's elements by a program: its tensors, and the place of each Hugging Face tensor in them.
 
 A format (``formats.notation.format``) is applied to a plan. The smallest things that it moves are *atoms*: a Hugging
 Face tensor, a component of a packed one, or one expert's part of either. Each atom is laid out on the mesh like a
@@ -196,7 +196,7 @@ class Arrangement:
         return {rank: Chunk(offset, (*outer, length, *inner)) for rank, offset in offsets.items()}
 
     def _copies(self) -> Iterator[Stored]:
-        """What is stored a second time, under another name (tied tensors)."""
+        """Yield the tensors that are stored a second time, under another name (tied tensors)."""
         model, rules, again = self.plan.model, self.format.rules, dict[str, list[str]]()
         for second, first in self.twice.items():
             again.setdefault(first, []).append(second)
@@ -207,7 +207,7 @@ class Arrangement:
         for tensor in model.tensors:
             for target in (*targets[tensor.kind], *again.get(tensor.name, ())):
                 name, _, part = self._part(tensor, kept_whole(tensor.kind, target), None)
-                if name not in names:
+                if name not in names and (self.chunks is None or name in self.chunks):  # a run may have it once
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
@@ -243,7 +243,7 @@ class Arrangement:
 
     @cached_property
     def _has_all_around(self) -> bool:
-        """Whether every stage has what stands before and behind the layers."""
+        """Whether every stage has the tensors before and behind the layers."""
         around = self.format.rules.around_layers
         return around is not None and self.plan.model.sizes.is_true(around)
 
@@ -255,7 +255,7 @@ class Arrangement:
         return {layers: int(end) for layers, end in ends.items() if end is not None}
 
     def _layout(self, kind: Kind, portion: Portion, index: int | None, laid: Plan) -> Layout:
-        """How an atom lies on the mesh of a plan, or, unsplit, on one rank."""
+        """Return the layout of an atom on the mesh of a plan or, for the unsplit plan, on one rank."""
         alike = (kind, portion, index, laid is self.plan)
         if alike in self._layouts:
             return self._layouts[alike]

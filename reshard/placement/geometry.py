@@ -23,16 +23,16 @@ from reshard.placement.portions import Portion
 _T = TypeVar("_T")
 
 _MOST_CHUNKS = 64
-"""Of a tensor on a rank, and so at most as many files for each rank."""
+"""The most chunks of a tensor on a rank, and so the most files for each rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where the atoms of a stored tensor lie in what each holder has of it. Stored tensors of equal layouts share it.
+    """The places of a stored tensor's atoms in the tensors of its holders. Stored tensors of equal layouts share it.
 
-    ``portions`` are its slots. ``layouts`` are the layouts of its atoms on the mesh: first those of the first index of
-    the stack, and so on. Holders are ranks. Of a tensor in ``parts`` they are files or live tensors, each with a piece
-    of the stored tensor: then ``layouts`` are those of the whole tensor, on one rank.
+    ``portions`` are the tensor's slots. ``layouts`` are the layouts of its atoms on the mesh: first those at index 0 of
+    the stack, and so on. Holders are ranks. If the tensor is in ``parts``, holders are files or live tensors, each with
+    one part: then ``layouts`` are those of the whole tensor, on one rank.
     """
 
     portions: tuple[Portion, ...]
@@ -40,23 +40,23 @@ class Geometry:
     is_stack: bool
     parts: Mapping[int, Piece] | None = None
     uncut: Geometry | None = None
-    """That of all parts together."""
+    """For a tensor in parts: the geometry of the mesh, without parts."""
     _shapes: dict[int, tuple[int, ...] | None] = field(init=False, repr=False, default_factory=dict)
     _spreads: dict[tuple[Any, ...], Spread] = field(init=False, repr=False, default_factory=dict)
 
     def in_parts(self, parts: Mapping[int, Piece]) -> Geometry:
-        """That of the same tensor in parts, by the numbers of their holders."""
+        """Return the geometry of the same tensor in these parts, by the number of their holder."""
         return replace(self, parts=parts, uncut=self)
 
     def in_chunks(self, chunks: Mapping[int, Chunk]) -> Geometry:
-        """That of the same tensor in chunks, by the numbers of their files."""
+        """Return the geometry of the same tensor in these chunks, by the number of their file."""
         return self.in_parts(
             {file: contiguous([(Run(*run),) for run in zip(*chunks[file], strict=True)]) for file in chunks}
         )
 
     @property
     def whole(self) -> Geometry:
-        """That of the mesh: this one, or that of all parts together."""
+        """The geometry of the mesh: this one or, for a tensor in parts, the one without them."""
         return self.uncut or self
 
     @property
@@ -65,7 +65,7 @@ class Geometry:
         return range(self.layouts[0].ranks) if self.parts is None else self.parts
 
     def shape(self, holder: int) -> tuple[int, ...] | None:
-        """The shape of what a holder has; None if it has no part of the tensor."""
+        """Return the shape of a holder's tensor; None if it has no part of the stored tensor."""
         if holder not in self._shapes:
             dims = self.dims(holder)
             self._shapes[holder] = None if dims is None else tuple(sum(run.length for run in runs) for runs in dims)
@@ -92,8 +92,8 @@ class Geometry:
         return (*dims,) if first.counts or slots == 1 else (*dims, (Run(0, slots),))  # numbers, joined to a vector
 
     def chunks_of_ranks(self) -> dict[int, Chunk]:
-        """What ranks have as chunks, by the number of their file: the rank, plus the number of ranks for each further
-        chunk of it. Each is written once, by the first rank that has it.
+        """Return the ranks' chunks by the number of their file: the rank, plus the number of ranks for each further
+        chunk of it. A chunk is written once, by the first rank that has it.
 
         All ranks' runs are cut wherever any rank's run begins or ends, so two chunks are equal or disjoint. If there
         are many (each row of a matrix that is stored flat), each rank has one range instead.
@@ -120,7 +120,7 @@ class Geometry:
         return holder in self.spread(number).pieces
 
     def first(self, holder: int, number: int) -> int:
-        """The number of the first element that a holder has of the stack's index in which an atom is."""
+        """Return the number of a holder's first element at the index of the stack at which an atom lies."""
         if not self.is_stack:
             return 0
         shape = self.shape(holder)
@@ -129,7 +129,8 @@ class Geometry:
         return self._places[holder][number // len(self.portions)] * stride
 
     def spread(self, number: int, without: Collection[int] = frozenset()) -> Spread:
-        """How an atom is spread over the holders, but for those ``without``; its factors are the dimensions.
+        """Return an atom's pieces on all holders except those in ``without``. The spread's factors are the atom's
+        dimensions.
 
         Elements count from ``first`` on. Atoms that are spread alike share the spread.
         """
@@ -169,7 +170,7 @@ class Geometry:
         return {place: tuple(own) for place, own in holders.items()}
 
     def _pieces(self, holder: int, slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
-        """What a holder has of an atom; ``layouts`` are those at its index of the stack."""
+        """Yield a holder's pieces of an atom. ``layouts`` are those of the atoms at the same index of the stack."""
         if self.parts is not None:
             yield from _within(self._part(holder), self.portions, slot, layouts)
             return
@@ -183,14 +184,14 @@ class Geometry:
         yield Piece(layouts[slot].boxes[holder].dims, _by_factor(order, strides), sum(inner[:slot]))
 
     def _part(self, holder: int) -> Piece:
-        """What a holder has of an index of the stack that it has; it counts from there on."""
+        """Return a holder's part at one index of the stack. Its elements count from that index on."""
         assert self.parts is not None
         part = self.parts[holder]
         return Piece(part.runs[1:], part.strides[1:], part.base) if self.is_stack else part
 
 
 def _within(part: Piece, portions: Sequence[Portion], slot: int, layouts: Sequence[Layout]) -> Iterator[Piece]:
-    """What a part of a stored tensor has of an atom: its runs may begin and end anywhere."""
+    """Yield the pieces of an atom that lie in a part of a stored tensor, whose runs may begin and end anywhere."""
     portion, sizes = portions[slot], layouts[slot].padded
     if not portion.counts:
         if not part.runs:
@@ -225,12 +226,12 @@ def _within(part: Piece, portions: Sequence[Portion], slot: int, layouts: Sequen
 
 
 def _by_factor(order: Sequence[int], stored: Sequence[_T]) -> tuple[_T, ...]:
-    """What each factor has, given it in the stored order."""
+    """Reorder values from the stored order of factors to the factors' own order."""
     return tuple(each for _, each in sorted(zip(order, stored, strict=True), key=lambda pair: pair[0]))
 
 
 def contiguous(runs: Sequence[Runs]) -> Piece:
-    """What a contiguous tensor has that has these indices of each dimension."""
+    """Return the piece of a contiguous tensor that holds these indices of each dimension."""
     return Piece((*runs,), row_major([sum(run.length for run in dim) for dim in runs], 1), 0)
 
 

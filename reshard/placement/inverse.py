@@ -13,6 +13,8 @@ from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.notation.architecture import Architecture, filled, newer_than_tables
 from reshard.formats.notation.components import component_names
 from reshard.formats.notation.format import Format, Line, Renaming
+from reshard.formats.notation.format_file import format_of
+from reshard.formats.notation.spellings import Spellings
 from reshard.model.model import AxisSizes, check_members
 
 
@@ -21,6 +23,7 @@ class NameInverse:
 
     def __init__(self, format: Format, architecture: Architecture, config: Mapping[str, object]) -> None:
         self._format, self._architecture = format.of(config), architecture
+        self.has_chunks = format.container.chunks
         self._sizes, self._newer = AxisSizes(architecture, config, {}), newer_than_tables(config)
         self._packed = {  # for the name of each component of a packed tensor the packed tensor's
             name: template
@@ -31,10 +34,18 @@ class NameInverse:
         }
         constants = (constant for constant in self._format.rules.constants if self._sizes.is_true(constant.when))
         self._constants = [pattern for constant in constants for pattern in constant.names]
+        is_of_any = format.takes_any_names and not format.plain  # a run has tied tensors under each name of modules
+        self._spellings = Spellings(architecture, config) if format.modules or is_of_any else None
+        modules = format_of("transformers").of(config) if is_of_any else self._format
+        self._again = [line for line in modules.rules.lines if line.also and self._sizes.is_true(line.when)]
         self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()
         self.unchanged: set[str] = set()
         """The Hugging Face tensors of which a stored tensor has the dimensions."""
+        self.origins: dict[str, str] = {}
+        """The Hugging Face tensors, each with a stored tensor that has a part of it."""
+        self.again: dict[str, str] = {}
+        """Those that the format also has as another tensor's second name, each with that tensor."""
 
     def of(self, stored: Iterable[str]) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a
@@ -42,7 +53,7 @@ class NameInverse:
 
         Raises CheckpointError for a name that no line of the format gives.
         """
-        stored, origins = list(stored), dict[str, str]()
+        stored = list(stored)
         self._present = {old for name in stored for old in self._old_names(name)}
         for name in stored:
             if self._is_constant(name):
@@ -53,8 +64,10 @@ class NameInverse:
             if sources is None:
                 raise self._unknown(name, stored)
             for source in sources:
-                origins.setdefault(source, name)
-        return origins
+                self.origins.setdefault(source, name)
+            for first in self._firsts(name) if self._again else ():
+                self.again.setdefault(sources[0], self._published(first) or first)
+        return self.origins
 
     def _unknown(self, name: str, stored: Sequence[str]) -> CheckpointError:
         """The error for a stored tensor of a name that no line of the format gives."""
@@ -68,17 +81,21 @@ class NameInverse:
         )
 
     def knows(self, name: str) -> bool:
-        """Whether the format has a tensor of this name, whatever else is stored."""
+        """Whether the format can have a tensor of this name, whatever else is stored."""
         return self._is_constant(name) or any(map(self._sources, self._old_names(name))) or self._is_copy(name)
 
     def _is_constant(self, name: str) -> bool:
         return any(pattern.match(name) is not None for pattern in self._constants)
 
     def _is_copy(self, name: str) -> bool:
-        """Whether a name is another one of a tensor that the architecture has: of a tied one."""
-        lines = (line for line in self._format.rules.lines if line.also)
-        matches = ((line, line.target.match(name)) for line in lines if self._sizes.is_true(line.when))
-        return any(words is not None and self._sources_of(line, words) is not None for line, words in matches)
+        """Whether a name is the second name of a tied tensor of the architecture."""
+        return any(True for _ in self._firsts(name))
+
+    def _firsts(self, name: str) -> Iterator[str]:
+        """The tensors of which a name may be the second name."""
+        matches = ((line, line.target.match(name)) for line in self._again)
+        sources = (self._sources_of(line, words) for line, words in matches if words is not None)
+        return (first for (first, *_) in filter(None, sources))
 
     def _old_names(self, name: str) -> Iterator[str]:
         """The names that a tensor may have had before it was renamed, as one of a later layer or by ``[names]``."""
@@ -109,22 +126,19 @@ class NameInverse:
                 continue
             sources = self._sources_of(line, words)
             if sources is not None:
-                is_spelled = line.types is not None and len(sources) == 1 and self._is_same_line(sources[0], name)
-                if is_spelled:  # as transformers itself saves it
-                    sources = [name]
-                elif self._format.modules:
-                    sources = [self._as_there(source, name) for source in sources]
-                if is_spelled or (line.keeps_shape and sources == [line.sources[0].fill(words)]):
-                    self.unchanged.update(sources)
+                is_whole = line.keeps_shape and sources == [line.sources[0].fill(words)]
+                sources = [self._spelled(source, name) for source in sources]
+                self.unchanged.update(sources if is_whole else ())
                 return sources
         for line in self._of_stages:
             if name in line.stage_names.values() and (sources := self._sources_of(line, {})) is not None:
                 return sources
         if not self._format.rules.keep or not self.is_known(name):
             return None
+        source = self._spelled(name, name)
         if not any(pattern.match(name) is not None for pattern in self._format.rules.vectors):  # stored as one number
-            self.unchanged.add(name)
-        return [name]
+            self.unchanged.add(source)
+        return [source]
 
     def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
@@ -152,21 +166,21 @@ class NameInverse:
             names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
         return list(names)
 
-    def _as_there(self, source: str, name: str) -> str:
-        """A source's name with the prefix that a stored name has, in place of the architecture's own."""
+    def _published(self, source: str) -> str | None:
+        return self._spellings.published(source) if self._spellings is not None else None
+
+    def _spelled(self, source: str, name: str) -> str:
+        """A source's name in published checkpoints or, where it is not known, with the prefix of the stored one."""
+        if not self._format.modules:
+            return source
+        if (published := self._published(source)) is not None:
+            return published
         first, *others = self._architecture.prefixes or ("",)
         there = max((prefix for prefix in (first, *others) if name.startswith(prefix)), key=len, default=first)
         return there + source.removeprefix(first) if first and source.startswith(first) else source
 
-    def _is_same_line(self, name: str, other: str) -> bool:
-        """Whether two names are spellings of one: they differ in a prefix of the architecture's."""
-        one, two = self._architecture.match(name), self._architecture.match(other)
-        if one is None or two is None or one.template.endswith("*"):
-            return False
-        return (one.template, one.indices) == (two.template, two.indices)
-
     def is_known(self, name: str) -> bool:
-        """Whether a name is that of a tensor of the checkpoint's, or of one that belongs to a quantized weight."""
+        """Whether the checkpoint can have a tensor of this name, or a quantized weight a companion of this name."""
         module, _, leaf = name.rpartition(".")
         match = self._architecture.match
         if match(name) is not None or (leaf != "weight" and match(f"{module}.weight") is not None):

@@ -38,10 +38,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How an atom is spread over holders.
+    """The pieces of an atom on its holders.
 
-    It has ``full`` indices of each dimension; what pieces have behind them is padding. ``order`` has the dimensions as
-    they are stored, slowest first; it is the same for all holders. ``pieces`` has what each holder has: one or several.
+    ``full`` are the sizes of the atom's dimensions; indices of a piece beyond them are padding. ``order`` has the
+    dimensions as all holders store them, slowest first. ``pieces`` has one or several pieces of each holder.
     """
 
     full: tuple[int, ...]
@@ -55,8 +55,8 @@ class Spread:
 
 
 class Position(NamedTuple):
-    """Where a holder has the elements of a box: the first is number ``base`` of its tensor, in counting from where
-    pieces do; of each dimension of the box the stride.
+    """The place of a box in a holder's tensor: element ``base`` is the box's first, counted as for pieces. ``strides``
+    has one for each dimension of the box.
     """
 
     holder: int
@@ -86,7 +86,7 @@ class Box(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Indices of a dimension that the same pieces of both sides have, of those that have what is chosen before it.
+    """A segment of a dimension: indices that lie in the same pieces of both sides, among the pieces chosen so far.
 
     ``is_data`` is False for padding: zeros that the atom does not have.
     """
@@ -139,8 +139,10 @@ class Cuts:
 
 
 def boxes(source: Spread, target: Spread) -> Iterator[Box]:
-    """What the target's pieces have of an atom, but for padding, in boxes of which the same pieces of both sides have
-    all elements, in the order of its dimensions. A box without sources is nowhere in the source.
+    """Cut the target's elements of an atom, without padding, into boxes, in the order of the dimensions.
+
+    All elements of a box lie in the same pieces of the source and in the same pieces of the target. A box without
+    sources is nowhere in the source.
     """
     sides = [[(at, piece) for at, pieces in side.pieces.items() for piece in pieces] for side in (source, target)]
     cuts = Cuts(source.full, *([piece.runs for _, piece in pieces] for pieces in sides))
@@ -155,7 +157,7 @@ def boxes(source: Spread, target: Spread) -> Iterator[Box]:
 
 
 def _position(holder: int, piece: Piece, cell: Sequence[Segment]) -> Position:
-    """Where a holder has the elements of a box, given what it has of the atom there."""
+    """Return the place of a box in the tensor of a holder, by one of the holder's pieces."""
     local = (local_index(runs, segment.offset) for runs, segment in zip(piece.runs, cell, strict=True))
     return Position(holder, piece.base + sum(map(mul, local, piece.strides)), piece.strides)
 

@@ -1,4 +1,4 @@
-"""What a program makes of each of a model's tensors: a format applied to the kinds of a model.
+"""A format applied to the kinds of a model: the portions of a program's tensors that each kind becomes.
 
 A format (``formats.notation.format``) gives the names, and says what is stacked and joined; see
 ``reshard.placement.arrangement``.
@@ -60,7 +60,7 @@ class Portion:
 
 
 Parts = tuple[Portion, ...]
-"""What a program makes of the tensors of a kind: all atoms of each."""
+"""The portions that a program makes of a tensor of some kind: all of its atoms."""
 
 
 def check_model_type(model: Model, format: Format, *, files: bool = False) -> None:
@@ -154,7 +154,9 @@ class _Reading:
         self._beside = {kind: beside(tensor) for kind, tensor in first.items()} if beside is not None else {}
 
     def candidates(self, kind: Kind) -> Iterator[Parts]:
-        """What lines make of a kind, the best first: of all of it, of its components, or nothing."""
+        """Yield the portions that lines make of a kind, the best first: of the whole tensor, of its components, or
+        unchanged.
+        """
         rule, name = kind.rule_in_rows, self.names[kind]
         parts, is_whole = self.format.rules.parts_of(name), False
         for use in self._uses(name, kind):
@@ -231,7 +233,7 @@ class _Reading:
 
 
 def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
-    """What a program makes of each kind of tensors. Raises PlanError for a tensor that no line of its format covers."""
+    """Return the portions of each kind of tensors. Raises PlanError for a tensor that no line of the format covers."""
     if format.plain:
         return {kind: (kept_whole(kind, None),) for kind in model.kinds}
     check_model_type(model, format)
@@ -285,7 +287,7 @@ def _with_ones(counts: Sequence[int], is_one: Sequence[bool], places: Sequence[i
 
 
 def _beside(model: Model, format: Format) -> Callable[[BoundTensor], Mapping[int, bool]] | None:
-    """Says of a tensor whether the model has beside it what lines that cover it ask for, by the id of the line's use.
+    """Tells, by the id of a line's use, whether the model has the tensors that the line asks for beside this tensor.
 
     None if no line asks.
     """

@@ -83,7 +83,7 @@ class Location(NamedTuple):
 
     @property
     def portion(self) -> Portion:
-        """What the program makes of it."""
+        """The portion of the program's tensor that the atom is."""
         portions = self.stored.geometry.portions
         return portions[self.number % len(portions)]
 
@@ -94,7 +94,7 @@ class Location(NamedTuple):
 
     @property
     def spread(self) -> Spread:
-        """How it is spread over the holders, but for those that have zeros in its place."""
+        """The atom's pieces on the holders, except on those that have zeros in its place."""
         return self.stored.geometry.spread(self.number, self.zeros)
 
     def first(self, holder: int) -> int:

@@ -1,4 +1,4 @@
-"""What is at the place of an output already, and whether it may be replaced.
+"""Files at the place of an output, and the rule that says which of them may be replaced.
 
 A checkpoint may be replaced. Files that belong to no checkpoint are never removed, because only the user could restore
 them. A manifest names the files of its checkpoint. Without one, the names are those that Hugging Face and the formats
@@ -54,7 +54,7 @@ Read = Callable[[str], bytes | None]
 
 @dataclass(frozen=True)
 class Existing:
-    """What is at the place of an output: the names of its files, and how one is read.
+    """The files that are at the place of an output: their names, and a function that reads one.
 
     If the place is a folder, empty folders in it are named too, with a ``/`` at the end.
     """
@@ -66,7 +66,9 @@ class Existing:
 
     @property
     def _is_unfinished(self) -> bool:
-        """Whether it is the unfinished output of a bucket; a folder may be a copy of one."""
+        """Whether a bucket holds an unfinished output. In a folder, marks do not count: it may be a copy of such a
+        bucket.
+        """
         return not self.is_folder and any(name.startswith((UNFINISHED, JOURNAL)) for name in self.names)
 
     def check_replaceable(self, same: Mapping[str, bytes], *, overwrite: bool) -> None:
@@ -119,7 +121,7 @@ class Existing:
 
 
 def existing_in(out: Path) -> Existing:
-    """What is in a folder, if there is one."""
+    """List the files in a folder; none if there is no folder."""
     names = list[str]()
     for root, folders, files in os.walk(out):
         folder = Path(root)
@@ -135,13 +137,13 @@ def existing_in(out: Path) -> Existing:
 
 
 def _is_of_a_rank(name: str) -> bool:
-    """Whether this is the name of a file in a rank's folder."""
+    """Whether a name is that of a file in a rank's folder."""
     folder, _, file = name.partition("/")
     return RANK_FOLDER.fullmatch(folder) is not None and (file in _OF_A_RANK or _WEIGHTS.fullmatch(file) is not None)
 
 
 def _is_of(format: Format, name: str) -> bool:
-    """Whether this is the name of a file of a program's format."""
+    """Whether a program's format uses a name for a file."""
     fixed = {INTACT_FILE, format.files.tracker, format.files.index, format.settings.file if format.settings else None}
     inside = re.sub(f"^{_FOLDER}", "", name) if format.files.tracker is not None else name
     inside = inside.removeprefix(format.files.place)
@@ -159,7 +161,7 @@ def check_name(out: str | Path) -> None:
 
 
 PAGE = b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard '
-"""How each page of ours begins (``reshard/pages/base.html``)."""
+"""The beginning of each of our pages (``reshard/pages/base.html``)."""
 
 
 def check_file(file: Path, *, is_page: bool = False) -> None:

@@ -1,5 +1,5 @@
-"""The journals of a staging folder: who writes which files, which are finished, which parts of the others are, their
-checksums, and what they were made from.
+"""Journals of a staging folder: which process writes which files, which files and parts of files are finished, their
+checksums, and the reads that they were made from.
 
 Each share of the files has one. It begins with the task and the names of the files, and the process that writes the
 share has it locked. Each line has a checksum: a damaged one counts as not written. The last line says that the process
@@ -52,7 +52,9 @@ class Finished:
 
 
 def finished_entry(finished: Finished, numbers: dict[Read, int]) -> dict[str, Any]:
-    """What a journal has of a finished file. What was read for several files gets a number, and is written once."""
+    """Return the journal's entry for a finished file. A read that served several files gets a number, and is written
+    once.
+    """
     reads = list[Any]()
     for read in finished.reads:
         is_new, number = read not in numbers, numbers.setdefault(read, len(numbers))
@@ -105,7 +107,7 @@ WHOLE = "output"
 
 @dataclass(frozen=True)
 class FileShare:
-    """The files of an output that one process writes: all, those of some ranks, or a part that was dealt by size.
+    """The files of an output that one process writes: all, those of some ranks, or a part of about equal size.
 
     ``label`` is its name in messages, locks and journals (``part-0-of-4``). ``planned`` has the sizes in bytes of the
     files that all processes write, as far as this one knows: the output is committed when they are finished. With
@@ -123,15 +125,17 @@ class FileShare:
         return bool(self.folders) or not (self.label == WHOLE or self.label.endswith("-of-1"))
 
     def goes_with(self, run: Run) -> bool:
-        """Whether another share may be written at the same time: no file is in both, nor is either the whole."""
+        """Whether another process may write its share at the same time: no file is in both, and neither is the whole
+        output.
+        """
         is_like = WHOLE not in (self.label, run.label) and run.begin["folders"] == bool(self.folders)
         return is_like and self.files.isdisjoint(run.begin["files"])
 
 
 @dataclass(frozen=True)
 class Run:
-    """The last run of a share: what it began with (nothing, if it has not), whether all of it is finished, and whether
-    its process is at work.
+    """The last run of a share: the line it began with (empty if it has not begun), whether all of the share is
+    finished, and whether its process is at work.
     """
 
     label: str
@@ -156,7 +160,7 @@ def unfinished_command(path: Path) -> str | None:
 
 
 def unfinished_parts(work: Path) -> Iterator[str]:
-    """How far each part of an output is that has not ended; nothing, if one process writes the output."""
+    """Yield a line for each part of an output that has not ended; none if one process writes the output."""
     parts = [run for run in runs_in(work) if run.label.startswith("part-")]
     for run in parts:
         names = {entry["name"] for _, entry in read_journal(work / f"{JOURNAL}{run.label}", "name")}

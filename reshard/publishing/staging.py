@@ -104,7 +104,7 @@ class Staging:
     ) -> None:
         self.out, self.share, self._fsync, self._overwrite, self._check = out, share, fsync, overwrite, check
         self.shown = str(out)
-        """What messages call the output."""
+        """The output's name in messages."""
         self.work = staging_of(out)
         self._built = self.work / BUILT
         self._name = task_name(task)
@@ -119,10 +119,10 @@ class Staging:
         self._may_hold_others = share.has_others
         """Whether other processes build their files in this folder."""
         self._is_last = False
-        """Whether all is finished, by whichever process, and this one commits it."""
+        """Whether all files are finished, by whichever process, so that this process commits the output."""
         self.finished: dict[str, Finished] = {}
         self._numbers: dict[Read, int] = {}
-        """The numbers that the journal has of what was read."""
+        """The journal's numbers for reads that several files share."""
 
     def __enter__(self) -> Staging:
         try:
@@ -199,11 +199,11 @@ class Staging:
     # -- the folder
 
     def _aside(self, unit: str) -> Path:
-        """Where a rank, or the output (``""``), is while it is replaced."""
+        """Return the place of a rank, or of the output (``""``), while it is replaced."""
         return self.work / f"{_REPLACED}{unit or WHOLE}"
 
     def _is_built(self) -> bool:
-        """Whether the folder has a file of the output, finished or not."""
+        """Whether the folder has files of the output, finished or not."""
         return any(not is_folder(path) for path in self._built.rglob("*"))
 
     # -- locks
@@ -282,10 +282,11 @@ class Staging:
         self._note(*map(self._entry, self.finished))
 
     def _finished_files(self, names: Collection[str], *, is_last: bool = False) -> Iterator[tuple[str, Finished]]:
-        """Which of the files ``names`` were finished by runs with the same inputs and plan, and are unchanged.
+        """Yield those of the files ``names`` that were finished by runs with the same inputs and plan, and are
+        unchanged.
 
-        A file that was written before a restart of this machine must have its checksum. It is not known whether another
-        machine was restarted: a process that ``is_last`` and writes none of these files trusts that machine's journal.
+        A file that was written before a restart of this machine must have its checksum. A restart of another machine
+        cannot be seen: a process that ``is_last`` and writes none of these files trusts that machine's journal.
         """
         numbered, of = dict[int, Read](), None
         for begin, entry in self._earlier("name"):
@@ -300,14 +301,18 @@ class Staging:
                         yield entry["name"], finished
 
     def moved(self, files: Collection[str]) -> Iterator[Moved]:
-        """What runs with the same inputs and plan have written of unfinished files; read as it is asked for."""
+        """Yield the written ranges of unfinished files, from runs with the same inputs and plan. Journals are read on
+        demand.
+        """
         for _, entry in self._earlier("steps"):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 if not entry["written"].keys().isdisjoint(files):
                     yield structure(Moved, Record(entry, ""))
 
     def _earlier(self, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The entries of this kind by runs with the same inputs and plan, each with what its run began with."""
+        """Yield the entries of this kind by runs with the same inputs and plan, each with the line that its run began
+        with.
+        """
         for path in journals_in(self.work):
             for begin, entries in itertools.groupby(read_journal(path, kind), key=lambda each: each[0]):
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -320,7 +325,7 @@ class Staging:
                         yield from entries
 
     def _entry(self, name: str) -> dict[str, Any]:
-        """What the journal has of a finished file."""
+        """Return the journal's entry for a finished file."""
         entry = finished_entry(self.finished[name], self._numbers)
         return {"name": name, **entry, "state": _state(self._built / name)}
 
@@ -344,7 +349,9 @@ class Staging:
     # -- writing
 
     def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
-        """Which files (given by name and size, in order) are written together: all files of this process."""
+        """Yield the sets of files that are written together, given (name, size) in order: one set, all files of this
+        process.
+        """
         yield self.share.files.intersection(name for name, _ in files)
 
     def path(self, name: str) -> Path:
@@ -365,10 +372,11 @@ class Staging:
     # -- publishing
 
     def is_last(self) -> bool:
-        """Whether all planned files are finished, and all who wrote them have ended: then this process commits.
+        """Return whether all planned files are finished, and all their writers have ended: then this process commits.
 
-        If several processes write one unit, ``finished`` then has the files of all, and none begins until this process
-        has left. Who was killed after its last file has not ended: it would come again, and find the output there.
+        If several processes write one unit, ``finished`` then has the files of all, and no process may begin until this
+        one has left. A process that was killed after its last file has not ended: it would start again, and find the
+        output there.
         """
         planned = self.share.planned.keys()
         if self.share.folders:

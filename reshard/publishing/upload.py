@@ -44,7 +44,7 @@ _FILES = 4
 
 _TRIES = 5
 _NOBODY = "nobody"
-"""Stands for a task in the name of a journal: what is there may be of several."""
+"""The task in the name of a journal that no task owns: files of several tasks may be there."""
 
 ROOM = 64 << 30
 """Bytes of files that are built at a time on this machine, if its disk has twice as much space."""
@@ -86,7 +86,9 @@ class Uploading(Staging):
         self._uploads: list[Future[None]] = []
 
     def check(self) -> None:
-        """As ``Staging.check``, for a place in a bucket, and for the disk on which a few files are built at a time."""
+        """Raise an error as ``Staging.check`` does, for a place in a bucket, and if the disk here has no room for the
+        largest file.
+        """
         if self.share.label != WHOLE and self._overwrite:
             raise PlanError(
                 f"--overwrite is not possible where several processes write to {self.shown}",
@@ -126,7 +128,9 @@ class Uploading(Staging):
             self._uploads.append(self._threads.submit(self._upload, name))
 
     def _claim_place(self) -> dict[str, str | None]:
-        """Make the place this task's, if it is nobody's; returns what is there. Raises CheckpointError."""
+        """Claim the place for this task if no task owns it, and return the names that are there. Raises
+        CheckpointError.
+        """
         was_empty = False
         for _ in range(_TRIES):
             owner = self._bucket.task(UNFINISHED)
@@ -170,7 +174,7 @@ class Uploading(Staging):
             )
 
     def _remove_old(self, names: Iterable[str]) -> None:
-        """Remove what was there before, if it is of a checkpoint; what knows that goes last.
+        """Remove the files of an earlier checkpoint; the manifest, which names them, goes last.
 
         Raises CheckpointError.
         """
@@ -206,9 +210,9 @@ class Uploading(Staging):
         raise CheckpointError(f"{self.shown} was published or removed by another run", "run it again")
 
     def _is_published(self, *, is_ending: bool = False) -> bool:
-        """Whether the output of this task is complete there, with the weight files that this process has seen there.
+        """Whether this task's output is complete in the bucket, and this process's weight files are unchanged there.
 
-        ``is_ending``: also while its other processes remove their journals.
+        With ``is_ending``, the journals of the task's other processes may still be there.
         """
         objects = self._bucket.objects()
         seen = {name: self._noted[name].etag for name in (self.share.planned if self._is_last else ())}
@@ -252,7 +256,7 @@ class Uploading(Staging):
     # -- uploading
 
     def batches(self, files: Iterable[tuple[str, int]]) -> Iterator[frozenset[str]]:
-        """As many files at a time as the local disk has room for; each batch is uploaded before the next is written."""
+        """Yield as many files at a time as fit on the local disk; each batch is uploaded before the next is written."""
         pending = deque((name, size) for name, size in files if name in self.share.files - self.finished.keys())
         while True:
             room = min(ROOM, shutil.disk_usage(self.work).free // 2)
@@ -292,7 +296,7 @@ class Uploading(Staging):
         self._bucket.note(self._journal_key, "".join([first, *lines]).encode())
 
     def _wait(self) -> None:
-        """Wait for all uploads. Raises the error of one that failed; what has not begun by then is not uploaded."""
+        """Wait for all uploads. Raises the error of a failed one; uploads that have not begun by then are dropped."""
         while wait(self._uploads, WAKE, FIRST_EXCEPTION).not_done:
             self._raise_failed()
         self._raise_failed()
@@ -305,7 +309,7 @@ class Uploading(Staging):
                 upload.result()
 
     def _entries(self, keys: Iterable[str]) -> Iterator[tuple[str, Uploaded]]:
-        """What the journals of this task among these have."""
+        """Yield the entries of the journals among these keys that belong to this task."""
         for key in sorted(keys):
             numbered = dict[int, Read]()
             for begin, entry in journal_in(self._bucket.content(key), "name"):
@@ -331,7 +335,7 @@ class Uploading(Staging):
     # -- publishing
 
     def is_last(self) -> bool:
-        """Whether the files of all processes are in the bucket; takes them over.
+        """Return whether the files of all processes are in the bucket, and take them over.
 
         Raises PublishedError if another process has published them, CheckpointError if some are no longer there.
         """

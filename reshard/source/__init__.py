@@ -1,1 +1,1 @@
-"""What a folder holds: recognises a checkpoint in whatever format, and opens it."""
+"""Sources: recognises a checkpoint in whatever format, and opens it."""

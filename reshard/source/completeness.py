@@ -1,23 +1,24 @@
-"""Whether a checkpoint has all tensors that must be there, by its rules, its config.json and its other tensors.
+"""The check that a checkpoint has all tensors that it must have, by its rules, its config.json and its other tensors.
 
 A rule that covers no tensor is normal, because an architecture file describes many models. So no rule alone demands a
 tensor. The tensors that are there demand others:
 
 - If one layer (or expert) has a tensor, all have it.
 - A model has an embedding of its vocabulary, and a head if config.json says that the two are not tied.
-- What all models of a type have, this one has (``required.json``).
+- Tensors that all models of a type have, this one has (``required.json``).
 
 ``when`` and ``optional`` in a rule state the exceptions of a model. MTP layers may be missing, because publishers leave
 them out; or they are all that is there, as a draft for the model that has the rest.
 
-``required.json`` has the lines that transformers' own class has for every model of a type, whatever the settings; of a
-type without such a class, those of published checkpoints. ``python -m tools.required`` writes it. A line is demanded
-within a module: if the module has any tensor, it must have that of the line. A checkpoint may spell a part of its names
-in another way (experts that a quantizer names one by one). Nothing is demanded of a part that has other lines.
+``required.json`` has the lines that transformers' own class has for every model of a type, whatever the settings; for a
+type without such a class, the lines that published checkpoints have. ``python -m tools.required`` writes it. A line is
+demanded within a module: if the module has any tensor, it must have that of the line. A checkpoint may spell a part of
+its names in another way (experts that a quantizer names one by one). Nothing is demanded of a part that has other
+lines.
 
-A tower is an encoder of images or sound, or what leads from it to the language model. A checkpoint has all of a tower
-or nothing. It has all if config.json has the tower's section, and names a class that has the tower. The file has the
-lines of towers that one rule covers (``model.visual.*``), too.
+A tower is an encoder of images or sound, or the modules between it and the language model. A checkpoint has all of a
+tower or nothing. It has all if config.json has the tower's section, and names a class that has the tower. The file has
+the lines of towers that one rule covers (``model.visual.*``), too.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class Tower:
     types: frozenset[str] = frozenset()
 
     def is_known(self, config: Mapping[str, Any]) -> bool:
-        """Whether its lines are those of the tower in this ``config.json``."""
+        """Whether the tower's lines hold for the tower in this ``config.json``."""
         stated = setting_at(config, f"{self.sections[0]}.model_type") if self.types else None
         return stated is None or stated in self.types
 
     def is_of(self, config: Mapping[str, Any]) -> bool:
-        """Whether the model of a ``config.json`` has it, by the class and the sections there."""
+        """Whether the model of a ``config.json`` has the tower, by the class and the sections there."""
         named = config.get("architectures")
         default: Mapping[str, Any] | None = {} if self.classes else None
         has_sections = all(isinstance(setting_at(config, each, default), Mapping) for each in self.sections)
@@ -223,7 +224,7 @@ def check_stored(arrangement: Arrangement, ranks: Sequence[Mapping[str, TensorIn
                     f"{arrangement.plan.mesh} has {stored.dtype} {list(shape)}"
                 )
         if unknown:
-            raise MismatchError(f"{path}: tensor '{min(unknown)}' of rank {rank} is none of this model's")
+            raise MismatchError(f"{path}: tensor '{min(unknown)}' of rank {rank} does not belong to this model")
 
 
 def _check_chunks(
@@ -241,7 +242,7 @@ def _check_chunks(
         if other is not None:
             raise MismatchError(f"{other.file}: tensor '{stored.name}' is {other.dtype}, it should be {stored.dtype}")
     if unknown:
-        raise MismatchError(f"{path}: tensor '{min(unknown)}' is none of this model's")
+        raise MismatchError(f"{path}: tensor '{min(unknown)}' does not belong to this model")
 
 
 def check_complete(model: Model, where: FilePath) -> None:
@@ -366,9 +367,10 @@ class Present:
         return _axes(stack)[-1] in self.dealt or any(shape.axes & self.dealt for shape in shapes)
 
     def _counts(self, stack: str, outer: At) -> tuple[int | None, int | None]:
-        """How many members a stack has: first without the layers that predict further tokens, then with them.
+        """Return the number of members of a stack, first without the layers that predict further tokens, then with
+        them.
 
-        None where the config does not say.
+        None if the config does not say.
         """
         axis, indices = _axes(stack)[-1], dict(zip(_axes(stack), outer, strict=False))
         counts = self.sizes.count(axis, indices, without=predicts_further), self.sizes.count(axis, indices)
@@ -393,7 +395,7 @@ class Present:
             return False
 
     def count(self, stack: str, outer: At) -> int | None:
-        """How many members a stack must have.
+        """Return the number of members that a stack must have.
 
         None if the config does not say, or if the stack is of MTP layers or of a tower that the class need not have.
         """
@@ -419,7 +421,7 @@ class Present:
         return frozenset(name for name, tower in known.towers.items() if tower.is_of(self.model.config))
 
     def has(self, module: str) -> bool:
-        """Whether any tensor is of a module."""
+        """Whether a module has any tensor."""
         return any(is_within(line, module) for line in (*self.lines, *self.strange))
 
     def is_further(self, stack: str, at: At) -> bool:
@@ -432,7 +434,7 @@ class Present:
         return False
 
     def may_lack(self, stack: str, at: At) -> bool:
-        """Whether what a member of a stack has may be left out: it is of an MTP layer, and not in a draft."""
+        """Whether a member of a stack may be left out: it is an MTP layer of a model that is not a draft."""
         return not self.is_draft and self.is_further(stack, at)
 
     @cached_property
@@ -445,7 +447,7 @@ class Present:
     def is_draft(self) -> bool:
         """Whether these are MTP layers published apart: all layers predict further tokens, or the class says so.
 
-        All that is outside these layers is the model's for which they draft.
+        Everything outside these layers belongs to the model for which they draft.
         """
         layers = [(stack, at) for stack, members in self.stacks.items() if len(_axes(stack)) == 1 for at in members]
         return self.is_named_draft or (bool(layers) and all(self.is_further(*layer) for layer in layers))
@@ -595,7 +597,9 @@ def _missing_vocabulary(present: Present) -> Iterator[Missing]:
 
 
 def _missing_always(present: Present) -> Iterator[Missing]:
-    """What transformers' class of this model type always has, where its rules are the built-in ones."""
+    """Yield tensors that transformers' class of this model type always has and that are missing, if its rules are built
+    in.
+    """
     lines = present.known
     if lines is None:
         return

@@ -44,7 +44,7 @@ from reshard.source.program_files import weights_folder
 from reshard.source.source import Folder, Source
 
 META = "lora_train_meta.json"
-"""What verl writes beside the files of ranks: ``r``, ``lora_alpha`` and ``task_type``."""
+"""The file that verl writes beside those of the ranks: ``r``, ``lora_alpha`` and ``task_type``."""
 SETTINGS_FILES = (ADAPTER_CONFIG, META)
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:[AB]|embedding_[AB]|magnitude_vector))"
@@ -92,7 +92,7 @@ class LoraRun:
 
     @property
     def has_base(self) -> bool:
-        """Whether a module that the adapter changes is there, too."""
+        """Whether the run also has weights of a module that the adapter changes."""
         matches = map(_FACTOR.fullmatch, self.factors.values())
         modules = {match["module"].replace(".base_layer", "") for match in matches if match}
         return any(name.rpartition(".")[0] in modules for name in self.base.values())
@@ -187,7 +187,7 @@ class Side:
         return name if not self.is_adapter or name.startswith(PREFIX) else PREFIX + name
 
     def beginning(self, chosen: str | None) -> str | None:
-        """What the names of this side begin with, if those of the base begin as a user chose."""
+        """Return the prefix of this side's names, given the prefix that a user chose for the base."""
         if not self.is_adapter or chosen is None:
             return chosen
         return f"{chosen.removesuffix('.')}.".removesuffix(PREFIX) or None
@@ -262,7 +262,7 @@ def apart(
 
 
 def _ends(name: str, begin: int) -> Iterator[str]:
-    """What stands in a name from a place on, up to each of its dots and to its end."""
+    """Yield the parts of a name that begin at ``begin`` and end before a dot or at the name's end."""
     return (name[begin:end] for end in (*(dot.start() for dot in re.finditer(r"\.", name)), len(name)) if end > begin)
 
 

@@ -21,7 +21,7 @@ from reshard.formats.files.checkpoint import (
     open_checkpoint,
     read_model_config,
 )  # fmt: skip
-from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.safetensors import TensorInfo, look_alike
 from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from reshard.model.draft import Draft
 
 Place = str | Path | StoredPath
-"""How a user names a source: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
+"""A source as a user names it: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access(HubAccess):
-    """How a source is opened.
+    """Settings with which a source is opened.
 
     ``plan_file``: an architecture file of the user's own.
     ``config``: a folder, a Hub id or a URL with the config.json of a model in another program's format.
-    ``weights``: what the names of the chosen one of several models begin with; ``/`` for the one at the top.
+    ``weights``: the prefix of the names of the chosen one of several models; ``/`` for the one at the top.
     ``download``: the weights of a Hub id are downloaded into the cache, not read by ranges.
     ``patch``: a delta, or several in order, that are put on the source first.
     ``dequantize``: weights of 8-bit floats are read as if they were in bfloat16.
@@ -73,7 +73,7 @@ class Access(HubAccess):
 
     @property
     def beginning(self) -> str | None:
-        """What the names of the model begin with, if the source has several."""
+        """The prefix of the model's names, if the source has several models."""
         return self.weights
 
     @property
@@ -82,13 +82,13 @@ class Access(HubAccess):
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
 
     def found_config(self) -> FilePath | None:
-        """Where the given config.json and side files lie. Raises ReshardError."""
+        """Return the folder of the given config.json and side files. Raises ReshardError."""
         hub = HubAccess(token=self.token, cache_dir=self.cache_dir, quiet=self.quiet)
         return None if self.config is None else find(self.config, hub, Weights.NONE)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the source is read as another checkpoint, but for a cast."""
+        """Whether the source is read as another checkpoint, apart from a cast."""
         return bool(self.averaged or self.deltas or self.dequantize or self.adapter is not None or self.quantize)
 
     @property
@@ -98,8 +98,8 @@ class Access(HubAccess):
 
 
 def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
-    """Where a folder, a Hub id or a URL is read from; ``weights`` says how much of the weights is needed. What is a
-    store already is taken as it is. Raises ReshardError.
+    """Return the path from which a folder, a Hub id or a URL is read; a store is returned as it is. ``weights`` says
+    how much of the weights is needed. Raises ReshardError.
     """
     if isinstance(source, StoredPath):
         return source
@@ -257,7 +257,7 @@ def _bound(
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
     full = _full_tensors(tensors)
-    twice = tied_twice(architecture, config, full)
+    twice = tied_twice(architecture, config, full, lambda name, first: look_alike(tensors[name], tensors[first]))
     full = [tensor for tensor in full if tensor.name not in twice]
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 
@@ -279,7 +279,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
 
 
 def _is_joined(model: Model) -> bool:
-    """Whether experts lie in one tensor that transformers' modules make of several."""
+    """Whether experts lie in one tensor, which transformers' modules make of several."""
     stacks = {kind.template for kind in model.kinds if kind.axes & model.architecture.expert_axes and not kind.places}
     return bool(stacks) and not stacks.isdisjoint(Spellings(model.architecture, model.config).of_modules)
 

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import json_bytes, read_config
@@ -21,13 +21,13 @@ from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import CONFIG, read_model_config
 from reshard.formats.files.chunks import Chunk, whole_shape
 from reshard.formats.files.dcp import Distributed
-from reshard.formats.files.safetensors import TensorInfo
+from reshard.formats.files.safetensors import TensorInfo, look_alike
 from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
-from reshard.formats.notation.format import MODULES, Format
+from reshard.formats.notation.format import MODULES, PUBLISHED, Format
 from reshard.formats.notation.format_file import is_in_modules, with_names
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class _MisfitError(Exception):
-    """Why a folder is not in a format. Of several, that of the highest ``rank`` is told.
+    """The reason why a folder is not in a format. If no format fits, the reason with the highest ``rank`` is shown.
 
     It is 2 if the names are those of the format, and 0 if they are of no mesh.
     """
@@ -82,11 +82,13 @@ def _misfit(rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a folder has, read as one format: the tensors of each rank or the chunks in each file, and their model.
+    """The content of a folder, read as one format: the tensors of each rank or the chunks in each file, and their
+    model.
 
     ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
     files that do not lie in the folder as they are, ``given_dtype`` the dtype of a config.json if the weights have
-    another. ``twice`` are the second names of tied tensors, ``others`` what its files have besides the model.
+    another. ``twice`` are the second names of tied tensors, ``others`` the things that its files have besides the
+    model.
     """
 
     format: Format
@@ -207,7 +209,7 @@ def _check_complete(reading: _Reading, folder: Folder) -> None:
 
 
 def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
-    """What the files have, as shards of a model that is known, or of that which a config.json describes."""
+    """Read the files as shards of a model: a known one, or the one that a config.json describes."""
     shards = read_shards(folder, files)
     split = shards[0].identity if shards else None
     ranks: tuple[Mapping[str, TensorInfo], ...] = ()
@@ -228,6 +230,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         name != "ep" or architecture.families.get(name) for name, _ in (mesh.degrees if mesh else ())
     )
     with _misfit(int(has_mesh)):
+        inverse = NameInverse(format, architecture, config)
         record = folder.manifest.source if folder.manifest and folder.manifest.source.names is None else None
         twice = record.twice if record else {}
         recorded = [file.tensors for file in record.files] if record else []
@@ -268,12 +271,13 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             intact = folder.path / INTACT_FILE
             unchanged = folder.weights(intact)[0] if intact.is_file() else {}
             own = {name: FullTensor(name, info.dtype, info.shape, INTACT_FILE) for name, info in unchanged.items()}
-            inferred = inferred_tensors(format, architecture, config, tensors)
+            inferred = inferred_tensors(inverse, tensors)
             full = [own.pop(tensor.name, tensor) for tensor in inferred] + [*own.values()]
         if not recorded and (format.rules.keep or any(line.also for line in format.rules.lines)):
-            twice = tied_twice(architecture, config, full)
+            twice = tied_twice(architecture, config, full, partial(_look_alike, ranks, inverse.origins), inverse.again)
         full = [tensor for tensor in full if tensor.name not in twice]
-        twice = {name: first for name, first in twice.items() if any(name in infos for infos in ranks)}
+        again = inverse.again if format.modules else {}  # its lines have these
+        twice = {n: first for n, first in twice.items() if n not in again and any(n in infos for infos in ranks)}
     is_known = folder.manifest is not None
     if known is not None:
         if format.container.chunks:
@@ -294,12 +298,18 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
     return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, *more)
 
 
+def _look_alike(ranks: Sequence[Mapping[str, TensorInfo]], origins: Mapping[str, str], name: str, first: str) -> bool:
+    """Whether two of a model's tensors look alike, by the stored tensors that they are in."""
+    places = (origins.get(each, each) for each in (name, first))
+    return look_alike(*(next(infos[at] for infos in ranks if at in infos) for at in places))
+
+
 _MARGIN = 64
 """A program may pack at most so many numbers of a tensor into one integer."""
 
 
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
-    """What is stored in a program's format, as a source; with ``lacking``, side files may be missing."""
+    """Return what was read in a program's format as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
     kept = path / INTACT_FILE
     intact = folder.weights(kept)[0] if kept.is_file() else {}
@@ -338,8 +348,8 @@ def _spelling(
     twice: Iterable[str] = (),
     side: Side | None = None,
 ) -> Spell:
-    """How a format spells the names of its tensors, given in any spelling that is known; ``side`` is that of a run
-    with an adapter.
+    """Return a function that turns any known spelling of a tensor's name into the format's. ``side`` is for a run with
+    an adapter.
     """
     origins, names = NameInverse(format, architecture, config), Spellings(architecture, config)
     second, is_adapter = {*twice}, side is not None and side.is_adapter
@@ -361,7 +371,7 @@ def _spelling(
 
 
 def _as_in(model: Model, format: Format, spell: Spell) -> Spell:
-    """How a format spells the names of a model's tensors, which it knows by ``spell`` whatever their spelling."""
+    """Return a function that turns any spelling that ``spell`` knows into the format's names of the model's tensors."""
     own, spellings = frozenset(model.kind_of), Spellings(model.architecture, model.config)
 
     @cache
@@ -381,24 +391,32 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
     with the names of transformers' modules. Those that know more of the other names come first. Raises CheckpointError
     if none does; without a config.json, all may be.
     """
-    known = list[tuple[Format, set[str]]]()
+    known = list[tuple[Format, set[str], int]]()
     for format in dict.fromkeys(spelled for each in formats for spelled in (each, with_names(each, MODULES, None))):
-        forms, names = set[str](), map(without_wrappers, _saved(folder, format).tensors)
+        forms, names, own = set[str](), [*map(without_wrappers, _saved(folder, format).tensors)], set[str]()
         with contextlib.suppress(ReshardError):
             config, _ = _config_of(format, folder, ())
-            forms = known_forms(names, _spelling(format, folder.architecture(config), config))
-        known.append((format, forms))
-    known.sort(key=lambda entry: len(entry[1]), reverse=True)
-    of_layers = [{form for form in forms if "*" in form} for _, forms in known]
-    every = set[str]().union(*of_layers)
-    found = [format for (format, _), forms in zip(known, of_layers, strict=True) if forms == every]
+            architecture = folder.architecture(config)
+            forms = known_forms(names, _spelling(format, architecture, config))
+            own = known_forms(names, Spellings(architecture, config).only(MODULES if format.modules else PUBLISHED))
+        known.append((format, forms, len(own)))
+    known.sort(key=lambda entry: (len(entry[1]), entry[2]), reverse=True)
+    of_layers = [(format, {form for form in forms if "*" in form}) for format, forms, _ in known]
+    every = set[str]().union(*(forms for _, forms in of_layers))
+    found = [format for format, forms in of_layers if forms == every]
     if not found:
-        (one, _), first = known[0], of_layers[0]
-        (other, _), second = next(entry for entry in zip(known, of_layers, strict=True) if entry[1] - first)
+        (one, first), *others = of_layers
+        other, second = next(entry for entry in others if entry[1] - first)
+        whose = {MODULES: "transformers' modules", None: "published checkpoints"}
+        of, ones = (
+            ("formats", (one.name, other.name))
+            if one.name != other.name
+            else ("spellings", (whose[one.spelling], whose[other.spelling]))
+        )
         raise CheckpointError(
-            f"{folder.path} has names of two formats: '{min(first - second, default='none')}' of '{one.name}', "
-            f"'{min(second - first)}' of '{other.name}'",
-            "save the one model alone",
+            f"{folder.path} has names of two {of}: '{min(first - second, default='none')}' of {ones[0]}, "
+            f"'{min(second - first)}' of {ones[1]}",
+            "save the one model alone, with the names of one of them",
         )
     return found
 
@@ -455,14 +473,11 @@ def _config_of(
     return config, {CONFIG: json_bytes(config) + b"\n"}
 
 
-def inferred_tensors(
-    format: Format, architecture: Architecture, config: Mapping[str, object], ranks: Sequence[Mapping[str, TensorInfo]]
-) -> list[FullTensor]:
+def inferred_tensors(inverse: NameInverse, ranks: Sequence[Mapping[str, TensorInfo]]) -> list[FullTensor]:
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    inverse = NameInverse(format, architecture, config)
     origins = inverse.of(stored)
-    alone = Counter(origins.values() if format.container.chunks else ())  # a rank's shape may be another
+    alone = Counter(origins.values() if inverse.has_chunks else ())  # a rank's shape may be another
     return [
         FullTensor(
             name, stored[origin].dtype, None, stored[origin].file.name,
@@ -534,8 +549,10 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
     for affix, names in training.parts.states.items():
         ranks, chunks = _chunks_of(format, training.saved, names)
         tensors = _merged(ranks, chunks)
-        full = inferred_tensors(format, architecture, config, tensors)
-        twice = tied_twice(architecture, config, full) if source.twice else {}
+        inverse = NameInverse(format, architecture, config)
+        full = inferred_tensors(inverse, tensors)
+        second = {name: first for name, first in inverse.again.items() if name not in source.model.kind_of}
+        twice = tied_twice(architecture, config, full, lambda *_: bool(source.twice), second)
         full = [tensor for tensor in full if tensor.name not in twice]
         model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)

@@ -160,8 +160,8 @@ def _weights_of(folder: Folder, file: ProgramFile, inside: str | None) -> tuple[
 
 
 def left_behind(folder: Folder, format: Format, files: Sequence[ProgramFile]) -> tuple[str, ...]:
-    """What files have besides the tensors of the model, in a few words. Raises MismatchError if they are of different
-    steps.
+    """Return the names of what files hold besides the model's tensors. Raises MismatchError if the files are of
+    different steps.
     """
     inside, first, names = format.container.inside, files[0].path, dict[str, None]()
     for path in (file.path for file in files) if inside is not None else ():
@@ -302,7 +302,7 @@ def _own_files(folder: Folder) -> list[ProgramFile]:
 
 
 def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity | None = None) -> list[Shard]:
-    """What files say of the split that they belong to, if reshard wrote them. Other programs' files do not state it.
+    """Return the splits that files say they belong to, if reshard wrote them. Other programs' files do not say it.
 
     Raises MismatchError if such files are of another rank than their name says, or of different splits, or not of the
     one that is ``expected``; CheckpointError for a header that contradicts itself.
@@ -336,7 +336,7 @@ class Affix(NamedTuple):
 
     @property
     def kind(self) -> str | None:
-        """What the state of an optimizer is called; None if it is of something else."""
+        """The name of an optimizer's state; None if the affix belongs to something else."""
         of_optimizer = re.search(r"(?:^|\.)state\.(\w*)", self.prefix)
         return (self.suffix[1:] or of_optimizer[1]) if of_optimizer is not None else None
 
@@ -368,10 +368,10 @@ class Training:
     saved: Distributed
     parts: Parts
     chosen: str | None = None
-    """What the names of the model begin with, if the user said so."""
+    """The prefix of the model's names, if the user said it."""
 
     def chunks(self) -> Iterator[TensorInfo]:
-        """Where the chunks of all tensors lie that are not the model's."""
+        """Yield the chunks of all tensors that do not belong to the model."""
         model = {*self.parts.model.values()}
         for name, whole in self.saved.tensors.items():
             yield from (info for _, info in whole.chunks if name not in model)
@@ -442,7 +442,9 @@ def parts_of(
 
 
 def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]:
-    """What stands around the longest name of a tensor of the model within a name, and that tensor's stored name."""
+    """Find the longest name of a model's tensor within a name; return the text around it, and that tensor's stored
+    name.
+    """
     segments = name.split(".")
     for length in range(len(segments) - 1, 0, -1):
         for start in range(len(segments) - length + 1):

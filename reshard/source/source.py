@@ -98,7 +98,7 @@ class SourceFile:
 
     @cached_property
     def is_elsewhere(self) -> bool:
-        """Whether its bytes, or those that they are computed from, come over a network."""
+        """Whether its bytes come over a network, or are computed from bytes that do."""
         return self.remote is not None and self.remote.over_network(self.size) > 0
 
 
@@ -107,6 +107,18 @@ class SourcePlace(NamedTuple):
 
     file: SourceFile
     offset: int
+
+
+class SourceTensors(NamedTuple):
+    """The tensors in a source's files, by rank and name."""
+
+    files: Mapping[FilePath, SourceFile]
+    ranks: Sequence[Mapping[str, TensorInfo]]
+
+    def place_of(self, name: str, rank: int) -> SourcePlace:
+        """The place of a stored tensor in the files of a rank."""
+        info = self.ranks[rank][name]
+        return SourcePlace(self.files[info.file], info.offset)
 
 
 class Cast(NamedTuple):
@@ -139,7 +151,7 @@ class Source:
     format: Format
     checkpoint: Checkpoint | None = None
     stated: Identity | None = None
-    """What the headers of shards in reshard's own form say that they are."""
+    """The split that the headers of shards in reshard's own form name."""
     intact: Mapping[str, TensorInfo] = field(default_factory=dict)
     """The tensors in ``INTACT_FILE``."""
     manifest: Manifest | None = None
@@ -147,11 +159,11 @@ class Source:
     chunks: Chunks | None = None
     """The chunks of stored tensors, by the numbers of their files, which stand for ranks."""
     left_behind: tuple[str, ...] = ()
-    """What its files have besides the model, in a few words."""
+    """Contents of its files besides the model, in a few words."""
     strays: tuple[str, ...] = ()
     """The files and folders beside it that are neither its weights nor read with them."""
     training: Training | None = None
-    """What a trainer saved besides the model, if it can be re-sharded with the model."""
+    """A trainer's states besides the model, if they can be re-sharded with it."""
     constants: Mapping[str, bytes] = field(default_factory=dict)
     """The stored values of its format's constants, where they differ from the constant."""
     was_adapted: bool = False
@@ -159,19 +171,23 @@ class Source:
     was_split: bool = False
     """Whether its tensors are computed from those of one that is split."""
     was_named: str | None = None
-    """Whose names what it is computed from has, if not the published ones: those of transformers' ``modules``."""
+    """The kind of names in the checkpoint that it is computed from, if not the published ones: transformers'
+    ``modules``.
+    """
     note: str | None = None
-    """What a reader of an output must know of what was computed: what was cast, say."""
+    """A sentence on computed tensors that a reader of an output must know, such as a cast."""
     given_dtype: str | None = None
     """The dtype in the config.json that was given, if the weights had another: ``model.config`` says what they have."""
     twice: Mapping[str, str] = field(default_factory=dict)
     """The second names of tied tensors in its files, each with the first."""
     error: Callable[[], tuple[str, float] | None] | None = None
-    """Of weights that are quantized as they are read: that with the largest relative error so far, and the error."""
+    """For weights that are quantized as they are read: the one with the largest relative error so far, and the
+    error.
+    """
     rank_files: Sequence[ProgramFile] = ()
     """The weight files of a program's format, with the ranks that their names say."""
     cast: Cast | None = None
-    """What it is cast to. Then ``model`` has the dtypes to which those of ``plan`` are cast."""
+    """The cast to another dtype. Then ``model`` has the dtypes to which those of ``plan`` are cast."""
 
     @cached_property
     def arrangement(self) -> Arrangement:
@@ -229,7 +245,7 @@ class Source:
 
     @property
     def location(self) -> str:
-        """Where it is: the Hub's id, a URL without secrets, or the path of a folder."""
+        """Its location: the Hub's id, a URL without secrets, or the path of a folder."""
         return location_of(self.path)
 
     @property
@@ -269,12 +285,14 @@ class Source:
 
     @property
     def is_split(self) -> bool:
-        """Whether it, or what it is computed from, is split over ranks, in whatever format."""
+        """Whether it is split over ranks in whatever format, or is computed from a checkpoint that is."""
         return self.was_split or (self.format is not HUGGING_FACE and self.checkpoint is None)
 
     @property
     def spelling(self) -> str | None:
-        """Whose names a format that takes any has of it: those of the original, or of itself if nothing says them."""
+        """The kind of names that it gets in a format that takes any: the original's, or its own if nothing says
+        these.
+        """
         return self.names_of or (MODULES if self.format.modules and self.manifest is None else None)
 
     @cached_property
@@ -304,7 +322,7 @@ class Source:
 
     @property
     def names_of(self) -> str | None:
-        """Whose names its files have or, if it is split, those of the original: see ``SourceRecord``."""
+        """The kind of names in its files or, if it is split, in those of the original: see ``SourceRecord``."""
         if self.manifest is not None and self.checkpoint is None:
             return self.manifest.source.names
         return self.was_named or (MODULES if self.format.modules and self.checkpoint is not None else None)
@@ -329,11 +347,6 @@ class Source:
         """The identity that all shards of a plan for this source share."""
         sizes = self.model.sizes.of({})
         return Identity(self.record.id, plan.mesh, sizes, plan.padding, plan_digest(self.rules))
-
-    def place_of(self, name: str, rank: int) -> SourcePlace:
-        """The place of a tensor in the files of a rank that holds it."""
-        info = self.ranks[rank][name]
-        return SourcePlace(self.files[info.file], info.offset)
 
     def files_of(self, names: Collection[str] | None) -> list[SourceFile]:
         """The files that hold any of these tensors; all files, without names."""
@@ -424,7 +437,7 @@ class Folder:
             self.kind = "adapter"
 
     def once(self, read: Callable[..., T], *args: Hashable) -> T:
-        """What ``read`` returns for these arguments, which is read once."""
+        """Return the result of ``read`` for these arguments; it is read only once."""
         key = (read, *args)
         if key not in self._contents:
             self._contents[key] = read(*args)
@@ -432,7 +445,7 @@ class Folder:
         return content
 
     def weights(self, file: FilePath) -> Weights:
-        """What a weight file has. Raises CheckpointError."""
+        """Return the header of a weight file (see ``read_weights``). Raises CheckpointError."""
         return self.once(read_weights, file)
 
     @property
@@ -491,7 +504,7 @@ class Folder:
         index: FilePath | None = None,
         **fields: Any,
     ) -> Source:
-        """What was read, as a source. ``computed`` are side files with another content than in the folder."""
+        """Return a source of what was read. ``computed`` are side files with another content than in the folder."""
         weights = {file.path: file for file in files}
         documents = [*([self.path / MANIFEST] if self.manifest else []), *([index] if index is not None else [])]
         stamps = stamps_of([*weights, *side_files.values(), *documents], self.path, self.stamps)
@@ -502,7 +515,7 @@ class Folder:
         )  # fmt: skip
 
     def _strays(self, format: Format, known: set[str]) -> tuple[str, ...]:
-        """What lies in the folder besides files that are ``known``, those of the manifest and the format's own."""
+        """Return the files in the folder that are not ``known``, nor in the manifest, nor the format's own."""
         records = (*self.manifest.ranks.values(), self.manifest.side_files) if self.manifest is not None else ()
         known |= {record.name for part in records for record in part}
         places = {"", *(f"{name.rpartition('/')[0]}/" for name in known if "/" in name)}

@@ -1,1 +1,1 @@
-"""Where byte ranges are read: a folder, the Hub, a bucket, a URL."""
+"""Stores of byte ranges: a folder, the Hub, a bucket, a URL."""

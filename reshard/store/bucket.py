@@ -60,7 +60,7 @@ class Bucket:
 
     @cached_property
     def store(self) -> ObjectStore:
-        """What makes each request once."""
+        """The client of the store. It makes each request once: ``ask`` repeats."""
         return open_store(self.url, once=True)
 
     def ask(self, key: str, request: Callable[[], T], doing: str = "reading", *, is_first: bool = False) -> T:
@@ -71,7 +71,7 @@ class Bucket:
         return ask(request, f"{self.name}/{key}" if key else self.name, doing, is_first=is_first)
 
     def listing(self, *, is_first: bool = False) -> list[Mapping[str, Any]]:
-        """What ``obstore`` says of each object. Raises CheckpointError."""
+        """Return the description of each object, as ``obstore`` gives it. Raises CheckpointError."""
         from obstore import list as listed
 
         return self.ask("", lambda: [meta for metas in listed(self.store) for meta in metas], is_first=is_first)
@@ -205,7 +205,7 @@ class StoredFile(Remote):
 
 
 def _parts(url: str) -> list[str]:
-    """What a URL stands for, however it is spelled: the kind of store, the bucket, and the parts of the key."""
+    """Return the parts of a URL, whatever its spelling: the kind of store, the bucket, and the parts of the key."""
     from obstore.store import HTTPStore
 
     store: Any = open_store(url)
@@ -314,7 +314,7 @@ def _probed(bucket: Bucket) -> dict[str, StoredFile]:
 
 
 def _heads(bucket: Bucket, names: Iterable[str]) -> dict[str, StoredFile]:
-    """Those of the files that are there."""
+    """Return an entry for each of the files that exist."""
     from obstore import head
 
     def look(file: str) -> StoredFile | None:

@@ -168,8 +168,8 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
 
 
 def assets_folder(cache_dir: Path | None) -> Path:
-    """Where files are kept that are not of a Hub repository: in ``cache_dir``, or where the Hub's library keeps such
-    files.
+    """Return the folder for files that belong to no Hub repository: in ``cache_dir``, or the one of the Hub's
+    library.
     """
     if cache_dir is not None:
         return cache_dir / "assets"
@@ -289,7 +289,7 @@ def _may_be_repo(source: str) -> bool:
 
 
 def _meant(path: Path) -> str:
-    """``did you mean 'model'?``: what is written nearly so, beside what is not there; a number makes another name."""
+    """``did you mean 'model'?``: existing names that are spelled nearly like a missing one, but for other numbers."""
     letters, names = re.sub(r"\d", "", path.name), list[str]()
     with suppress(OSError):
         names = [each.name for each in path.parent.iterdir() if re.sub(r"\d", "", each.name) != letters]
@@ -318,7 +318,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_outage(error: BaseException) -> bool:
-    """Whether the Hub was not reached, broke off or failed; False if it refused the request."""
+    """Whether the Hub could not be reached, broke off or failed; False if it refused the request."""
     from huggingface_hub.errors import HfHubHTTPError
 
     for cause in _causes(error):
@@ -330,7 +330,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _is_busy(error: Exception) -> bool:
-    """Whether the Hub answered that it cannot answer now."""
+    """Whether the Hub is busy: it answered with status 429 or a server error."""
     return any(status == 429 or status >= 500 for status in map(_status, _causes(error)))
 
 

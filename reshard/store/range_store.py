@@ -27,11 +27,13 @@ _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
 _REQUESTS = 16
 
 Content = FilePath | Remote | bytes
-"""What a file of a store is: a local file, one of another store, one that is read by ranges, or bytes in memory."""
+"""The content of a store's file: a local file, a file of another store, a file that is read by ranges, or bytes in
+memory.
+"""
 
 
 class RangeStore(Store):
-    """A store: ``files`` says what each file is, ``kept`` has ranges of remote files that were already read."""
+    """A store. ``files`` has the content of each file, ``kept`` ranges of remote files that were already read."""
 
     def __init__(
         self, name: str, files: Mapping[str, Content], *, location: str | None = None, commit: str | None = None,

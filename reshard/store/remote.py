@@ -66,7 +66,7 @@ class Remote(ABC):
         return ()
 
     def over_network(self, nbytes: int) -> int:
-        """How many bytes are fetched over the network to read ``nbytes`` of it."""
+        """Return the number of bytes that a read of ``nbytes`` fetches over the network."""
         return 0 if self.paths else nbytes
 
     def check_unchanged(self) -> None:  # noqa: B027  # each answer of a server says it
@@ -174,7 +174,7 @@ def open_store(url: str, headers: dict[str, str] | None = None, *, once: bool = 
 
 
 def _profile() -> dict[str, Any]:
-    """The credentials of a profile in ``~/.aws``, where one is wanted, by what reads all kinds of them: boto3.
+    """Return the credentials of a profile in ``~/.aws``, if one is set. boto3 reads all kinds of profiles.
 
     Raises CheckpointError for AWS_PROFILE without boto3, or for a profile that gives none.
     """
@@ -231,7 +231,7 @@ def etag_of(meta: Mapping[str, Any]) -> str | None:
 
 
 def check_version(etag: str | None, version: str | None, address: str) -> None:
-    """Raise MismatchError if what came has another etag than what was listed, as far as both are known."""
+    """Raise MismatchError if the answer has another etag than the listing, if both are known."""
     if etag and version and version != etag:
         raise _replaced(address)
 

@@ -32,13 +32,13 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DOCUMENTS = (MANIFEST, *INDICES, *NAMING)
 """The files that name other files."""
 _TO_OPEN = (*DOCUMENTS, *TRACKERS, DELTA, MODELOPT, "params.json", ADAPTER_CONFIG, "fsdp_config.json")
-"""The small files that say what a checkpoint is, and of what files."""
+"""The small files that describe a checkpoint, and name its files."""
 
 _URL = re.compile(r"(s3|gs|gcs|az|azure|abfss?|adl|https?)://.+")
 
 
 class Weights(Enum):
-    """How much of a remote source's weights is needed."""
+    """The share of a remote source's weights that a command needs."""
 
     FILES = "files"
     RANGES = "ranges"
@@ -51,7 +51,7 @@ class Weights(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HubAccess:
-    """How the Hub is reached.
+    """Settings of the access to the Hub.
 
     ``revision``: a branch, tag or commit.
     ``token``: the Hub's token, by default HF_TOKEN or that of ``hf auth login``.
@@ -74,8 +74,8 @@ _OF_RANKS = (".json", METADATA, *TRACKERS)
 
 
 def side_files(sizes: Mapping[str, int], read: Callable[[str], bytes | None]) -> list[str]:
-    """The small files of a checkpoint's repository (sizes in bytes): what is read beside the weights, and says what
-    they are. ``read`` gives the content of a document.
+    """Return the small files of a checkpoint's repository (sizes in bytes) that are read beside the weights. ``read``
+    returns the content of a document.
     """
     names, is_split, indices = _belonging(sizes)
     named, ours = {*named_files(read)}, ({*_TO_OPEN} - {*INDICES}) | indices
@@ -87,8 +87,8 @@ def side_files(sizes: Mapping[str, int], read: Callable[[str], bytes | None]) ->
 
 
 def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
-    """The weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``, else what a
-    training program saved, in the step that its tracker names. Of a distributed checkpoint of torch's, all of it.
+    """Return the weight files of a repository: safetensors if there are any, else ``.bin``, else Meta's ``.pth``, else
+    a training program's files of the step that its tracker names. Of torch's distributed checkpoints, all files.
 
     If there is an index, only the files that it names. ``folder`` has the side files. Copies of the weights under other
     names (``consolidated.safetensors``, a variant of another dtype) are left out. An unreadable index is ignored here:
@@ -124,7 +124,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
 
 
 def _saved(listing: Iterable[str], step: str = "") -> list[str]:
-    """What a training program saved in the folder of a step."""
+    """Return the names that a training program gives its files, in the folder of a step."""
     from reshard.formats.files.training import SAVED  # rarely needed
 
     return sorted(name for name in listing if name.startswith(step) and SAVED.fullmatch(name, len(step)))

@@ -1,4 +1,4 @@
-"""How reshard recognises its own folders and files: the names of those beside an output while it is built.
+"""Names of reshard's own folders and files, beside an output while it is built, by which it recognises them.
 
 A folder ``OUT.partial`` with a journal was made by reshard; without one it is refused.
 """
@@ -19,13 +19,15 @@ from typing import IO, Any
 from reshard.formats.errors import CheckpointError
 
 STATE = ".reshard-"
-"""The names of what says how far an output is begin so."""
+"""The prefix of names that tell how far an output is."""
 UNFINISHED = f"{STATE}unfinished"
 """The object that says that an output is still being uploaded."""
 COMMON = f"{STATE}common"
 """The lock that each process takes to begin and to end."""
 JOURNAL = f"{STATE}journal-"
-"""The names of what says what a process writes, and has written, begin so: a file that it has locked, or an object."""
+"""The prefix of a journal's name: a locked file, or an object, that tells which files a process writes and has
+written.
+"""
 BUILT = "output"
 """The folder in a staging folder that gets the name of the output."""
 SUFFIX = ".partial"
@@ -60,7 +62,7 @@ def task_name(task: Mapping[str, Any]) -> str:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and no link to one."""
+    """Whether a path is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -101,7 +103,7 @@ def lock(path: Path, *, wait: bool) -> IO[str] | None:
 
 
 def is_there(file: IO[str]) -> bool:
-    """Whether an open file still has its name."""
+    """Whether an open file still has its name, so was neither removed nor replaced."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), Path(file.name).stat())
     return False
@@ -133,7 +135,7 @@ def _check_of(text: str, begin: str) -> str:
 
 
 def entries_in(lines: Iterable[str], *kinds: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The entries in the lines of a journal whose first key is one of ``kinds``, each with what its run began with.
+    """Yield the entries of a journal whose first key is one of ``kinds``, each with the line that its run began with.
 
     A run begins with an entry whose first key is ``task``. A line whose checksum is not right is none.
     """

@@ -109,7 +109,7 @@ class Threads:
         self.count = len(self._threads)
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have a thread call ``function(*arguments)``; its result or its error is that of the future."""
+        """Have a thread call ``function(*arguments)``; the future gets its result or its error."""
         future: Future[T] = Future()
         self._calls.put((future, function, arguments))
         return future

@@ -32,13 +32,13 @@ _OF_PROGRAMS = [
         r"model-(rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors",
     )
 ]
-"""The names at the top of a folder of what other programs save there."""
+"""Names that other programs use at the top of a folder."""
 _STEP = re.compile(r"iter_\d{7,}|release|global_step\d+(_universal)?")
 
 
 @dataclass(frozen=True)
 class WeightSet:
-    """A set of weights: what a user names to choose it, and the names of its files and folders."""
+    """A set of weights: the word by which a user chooses it, and the names of its files and folders."""
 
     folder: FilePath
     name: str
@@ -48,7 +48,7 @@ class WeightSet:
 
     @property
     def date(self) -> str:
-        """When its files were last written; nothing, if that is not known."""
+        """The time of the last write to its files, for messages; "" if unknown."""
         paths = [local_path(self.folder / name) for name in self.parts]
         times = [path.stat().st_mtime for path in paths if path is not None and path.exists()]
         return f" ({datetime.fromtimestamp(max(times)):%Y-%m-%d %H:%M:%S})" if times else ""

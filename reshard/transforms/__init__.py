@@ -1,1 +1,1 @@
-"""What a folder holds: recognises a checkpoint in whatever format, and opens it."""
+"""Sources as other checkpoints: with a delta or an adapter on them, dequantized, quantized, averaged or cast."""

@@ -1,4 +1,4 @@
-"""Whether all sets of weights in a folder are the same model: a sample of each tensor is compared."""
+"""The check that all sets of weights in a folder are the same model: a sample of each tensor is compared."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _TENSORS = 16
 _NUMBERS = 32
 """Elements of each tensor that are compared, from its middle."""
 _ROUNDING = {"F64": 2.0**-53, "F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8}
-"""How far a number is rounded at most, relative to it."""
+"""The largest rounding of a number, relative to it."""
 _SMALLEST = 2.0**-25
-"""How far the smallest numbers of F16 are rounded."""
+"""The largest rounding of F16's smallest numbers."""
 
 
 class _Sampled(NamedTuple):
@@ -73,7 +73,7 @@ def _difference(source: Source, other: WeightSet, config: FilePath | None) -> st
     except ReshardError:
         return None
     full = [FullTensor(name, tensor.dtype, tensor.shape, other.name) for name, tensor in there.items()]
-    tied = {*tied_twice(rules, source.model.config, full), *source.aliases}
+    tied = {*tied_twice(rules, source.model.config, full, lambda *_: False), *source.aliases}
     names = sorted({*own, *(name for name in there if rules.match(name) is not None)} - tied)
     sampled = {*names[:: max(1, len(names) // _TENSORS)]} if source.is_remote else {*names}
     for name in names:
@@ -106,7 +106,7 @@ def _of_files(weights: WeightSet) -> dict[str, _Sampled]:
 
 
 def _alike(a: _Sampled, b: _Sampled) -> bool:
-    """Whether the samples are the same bytes; in two dtypes, whether both may be roundings of the same numbers."""
+    """Whether the samples are the same bytes or, in two dtypes, may be roundings of the same numbers."""
     if a.dtype == b.dtype:
         return a.sample() == b.sample()
     if not {a.dtype, b.dtype} <= _ROUNDING.keys():

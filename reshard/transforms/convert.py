@@ -236,7 +236,7 @@ class _Conversion:
     # ----------------------------------------------------------------------------------------------------- experts
 
     def _is_expert(self, target: Adapted) -> bool:
-        """Whether a parameter is of experts: all of them, or one."""
+        """Whether a parameter belongs to experts: to all of them, or to one."""
         return target.is_stack or bool(Pattern(target.name).indices & self.expert_axes)
 
     def _sizes(self, matrices: Matrices) -> dict[str, int]:
@@ -355,7 +355,7 @@ class _Conversion:
 
     @cached_property
     def _spelling(self) -> tuple[str, str]:
-        """What names begin with in the rules, and in this adapter."""
+        """The prefixes of names: in the rules, and in this adapter."""
         prefix = self.base.prefixes[0] if self.base.prefixes else ""
         for tensor in self.model.tensors:
             name = filled(tensor.template, tensor.indices)
@@ -425,7 +425,7 @@ class _Conversion:
 
 
 def _has_one_a(blocks: Sequence[Block]) -> bool:
-    """Whether the parts of each expert have one A."""
+    """Whether all parts of each expert share one A."""
     pairs = {(block.expert, block.product, block.number) for block in blocks}
     factors = set[tuple[int, int, float, bytes]]()
     for expert, product, number in pairs:

@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to each weight of its base model: which product of A and B, times what.
+"""The change that a LoRA adapter makes to each weight of its base model: a product of A and B, and its factor.
 
 Merging is arithmetic: ``W + scale * (B A)``, where ``scale`` is alpha / r, or alpha / sqrt(r) if the adapter is
 rank-stabilised. Source: peft/tuners/lora/layer.py (``get_delta_weight``), peft/utils/other.py (``get_pattern_key``).
@@ -122,8 +122,8 @@ def by_expert(matrix: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> N
 
 
 class Term(NamedTuple):
-    """What is added to a matrix of a weight: the output of an expert's product, from ``at`` on, to these ``rows`` of
-    it, or columns (``along`` is 1).
+    """A summand for a matrix of a weight: the output of an expert's product, from ``at`` on, is added to these ``rows``
+    of it or, if ``along`` is 1, to these columns.
 
     ``matrix`` is the matrix's number in a weight that is a stack.
     """
@@ -137,11 +137,11 @@ class Term(NamedTuple):
 
 
 Changes = tuple[Mapping[str, Sequence[Term]], Mapping[str, Tensor]]
-"""What an adapter adds to weights, and the weights that it has itself, by their names."""
+"""The terms that an adapter adds to weights, and the weights that it replaces, by name."""
 
 
 def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Changes:
-    """What an adapter with these tensors changes of a base model.
+    """Return the changes that an adapter with these tensors makes to a base model.
 
     Raises PlanError for an adapter that is not plain LoRA, MismatchError for one of another base model.
     """
@@ -227,7 +227,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 
 
 def _is_tied(base: Model, adapter: Model, weight: BoundTensor) -> bool:
-    """Whether an embedding is the head too, so that an adapter of it changes one of them alone."""
+    """Whether an embedding is the head too. Then an adapter of it would change only one of the two."""
     rules, tied = base.architecture, adapter.config.get("tie_word_embeddings")
     of_weight = rules.match(weight.name)
     assert of_weight is not None
@@ -266,7 +266,7 @@ def scale_of(lora: Settings, key: str, rank: int) -> float:
 
 
 def divisor_of(lora: Settings, rank: int) -> float:
-    """What alpha is divided by."""
+    """Return the number by which alpha is divided."""
     return math.sqrt(rank) if lora.stabilised else rank
 
 
@@ -281,7 +281,7 @@ def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, 
     rows = [*range(out.size(sizes))] if part.label is None else indices_of(out, part.label, sizes)
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if rows != [*(in_steps := range(rows[0], rows[-1] + 1, step) if rows else range(0))]:
-        raise PlanError(f"{ADAPTER}: '{part.label}' lies in several pieces in '{part.source}'", _WITH_PEFT)
+        raise PlanError(f"{ADAPTER}: '{part.label}' is not contiguous in '{part.source}'", _WITH_PEFT)
     return in_steps
 
 
@@ -293,7 +293,7 @@ def shape_of(shapes: Sequence[tuple[Shape, Expression | None]], model: Model, in
 
 
 def layout_of(target: Adapted, a: BoundTensor, b: BoundTensor) -> FactorLayout:
-    """How A and B lie. Raises PlanError if that cannot be told of a stack."""
+    """Return the layout of A and B. Raises PlanError if that of a stack cannot be told."""
     if not target.is_stack:
         return LINEAR
     forms = target.forms

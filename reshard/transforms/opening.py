@@ -137,7 +137,7 @@ def merged(source: Source, plan_file: Path | None = None) -> Source:
 
 
 def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:
-    """What was computed of a source, as a source."""
+    """Open the computed tensors in a store as a source."""
     source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
     source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
     return replace(

@@ -44,10 +44,10 @@ _WORKERS = 4
 
 
 class Places(NamedTuple):
-    """Where a delta has the changed elements of a tensor: the offsets of the places and of the values in its file.
+    """The changed elements of a tensor in a delta: the offsets of the places and of the values in its file.
 
-    ``wide`` are the bytes of an index. ``starts`` has the number of changed elements before each stretch, and that of
-    all.
+    ``wide`` is the number of bytes of an index. ``starts`` has the number of changed elements before each stretch, and
+    the number of all.
     """
 
     places: int
@@ -85,7 +85,7 @@ def _framed(base: Content, delta: Content, frame: Frame) -> Content:
 
 
 _CHANGES = Changes()
-"""What was decompressed last."""
+"""The last decompressed changes."""
 
 
 # --------------------------------------------------------------------------------------------------- putting together

@@ -29,7 +29,7 @@ from reshard.text import plural
 from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, is_quantized, tensors_of
 
 NAME = "fp8-block"
-"""What ``--quantize`` calls it."""
+"""The form's name, as in ``--quantize fp8-block``."""
 _CODES = ArrayCache(32 << 20)
 """Rows of blocks that were computed last: the next range may begin within one."""
 

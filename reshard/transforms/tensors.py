@@ -42,7 +42,7 @@ from reshard.formats.store import FilePath, local_path, opened, read_into
 from reshard.mesh.plan import make_plan
 from reshard.move.changes import Change
 from reshard.move.engine import fill
-from reshard.move.jobs import Job, TargetFile, TargetPlace
+from reshard.move.jobs import FilePlan, Job, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
@@ -123,8 +123,8 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How weights are computed: dequantized by ``scales`` and ``numbers``, quantized by ``block_scales`` and ``codes``,
-    with an adapter by ``sums``.
+    """The functions that compute weights: ``scales`` and ``numbers`` dequantize, ``block_scales`` and ``codes``
+    quantize, ``sums`` adds an adapter.
 
     verify has its own.
     """
@@ -152,10 +152,10 @@ ARITHMETIC = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What the bytes of a tensor come from: ``read`` gives those from one number to another, and raises ReshardError.
+    """The origin of a tensor's bytes. ``read`` returns those from one offset to another, and raises ReshardError.
 
-    ``files`` are read, that in whose place the tensor stands first. ``plain`` is what the bytes follow from besides the
-    contents of the files, as JSON has it.
+    ``files`` are read; the first is the file in whose place the tensor stands. ``plain`` is everything else that the
+    bytes follow from, as JSON.
     """
 
     read: Callable[[Arithmetic, int, int], Bytes]
@@ -201,7 +201,7 @@ def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -
 
         buffer, count = np.empty(end - begin, np.uint8), 0
         for number, job in enumerate(jobs):
-            base, steps = job.target(0).offset, _steps_of(job.transfer)
+            base, steps = job.target(0).offset, _steps_of(job.route)
             for low, high, slab in steps[bisect_right(steps, begin - base, key=lambda step: step[1]) :]:
                 if low + base >= end:
                     break
@@ -218,14 +218,14 @@ def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -
 
 
 _BLOCKS = ArrayCache(8 << 20)
-"""What was put together last: the next range may begin within it."""
+"""The blocks that were put together last: the next range may begin within one."""
 
 
 @lru_cache(maxsize=64)
-def _steps_of(way: Route) -> Sequence[tuple[int, int, Slab]]:
+def _steps_of(route: Route) -> Sequence[tuple[int, int, Slab]]:
     """The steps of a way in the order of the tensor, and between which bytes each writes, from a part's first on."""
     steps = []
-    for slab in way(_STEP):
+    for slab in route.slabs(_STEP):
         at = [at for region in slab.writes for edge in (0, region.nbytes - 1) for at, _, _ in region.ranges(edge, 1)]
         if at:
             steps.append((min(at), max(at) + 1, slab))
@@ -305,7 +305,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         infos: Iterable[TensorInfo] = (source.ranks[0][name] for name in source.names)
         tensors = {info.name: Tensor(info.dtype, info.shape, part(files[info.file], info.offset)) for info in infos}
         others = {name: others[name] for name in source.twice.values()}
-    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(TargetFile("", 0, Layout(0)), 0)
+    jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(FilePlan("", 0, Layout(0)), 0)
     if others:
         target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):
@@ -316,7 +316,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
 
 
 def is_quantized(source: Source) -> bool:
-    """Whether config.json has settings of quantization, or some tensor belongs to a quantized weight."""
+    """Whether config.json has quantization settings, or some tensor is the companion of a quantized weight."""
     dtypes, scheme = {tensor.name: tensor.dtype for tensor in source.model.tensors}, source.model.sizes.scheme
     settings = quantization_settings(source.model.config)
     return bool(settings) or any(scheme.companion(*entry, dtypes) for entry in dtypes.items())
@@ -408,12 +408,12 @@ class ComputedFile(Remote):
 
     @property
     def address(self) -> str:
-        """That of the file in whose place it stands."""
+        """The address of the file in whose place it stands."""
         return self.files[0].address if self.files else self.name
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Those of all files that it is made of."""
+        """The paths of all files that it is made of."""
         return tuple(dict.fromkeys(path for file in self.files for path in file.paths))
 
     def over_network(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What an output has, in whatever format: its weight files, the small files beside them, and what its manifest says.
+"""The content of an output, in whatever format: its weight files, the small files beside them, and its manifest.
 
 The format says how files are named and what they hold. reshard's own form also has small files of each rank, and ranks
 can be added to it; one full Hugging Face checkpoint has no manifest, and is the original's files again if the source
@@ -43,7 +43,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import Model, in_order
-from reshard.move.jobs import TargetFile
+from reshard.move.jobs import FilePlan
 from reshard.move.moves import INTACT_RANK
 from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
@@ -63,7 +63,7 @@ DEFAULT_SHARD_SIZE = 5_000_000_000
 
 
 def _is_in_modules(model: Model, where: FilePath) -> bool:
-    """Whether all tensors have the names of transformers' modules already, by all lines of the model's type."""
+    """Whether all tensors already have the names of transformers' modules, by all lines of the model's type."""
     with suppress(PlanError):
         spellings = Spellings(find_architecture(model.config, where), model.config)
         return all(spellings.in_modules(kind.name) == kind.name for kind in model.kinds)
@@ -71,11 +71,11 @@ def _is_in_modules(model: Model, where: FilePath) -> bool:
 
 
 class Output:
-    """What is written of a source in a format: an arrangement of its model, divided into files.
+    """A source in a format, as it is written: an arrangement of its model, divided into files.
 
     ``ranks`` are those that are written. ``folders`` are the folders of ranks that are added to an output; none, if it
-    is written as a whole. ``files`` are the weight files of the model, ``states`` what is written with it from sources
-    of their own: states of training. ``documents`` are the small files besides those of the source and of ranks,
+    is written as a whole. ``files`` are the weight files of the model, ``states`` the training states that are written
+    with it, from sources of their own. ``documents`` are the small files besides those of the source and of ranks,
     without the manifest.
     """
 
@@ -130,7 +130,7 @@ class Output:
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
         self._objects: dict[str, Blob] = {}
-        self._files: dict[int, list[TargetFile]] = {rank: [] for rank in self.ranks}
+        self._files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
         if is_restored:
             self._files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -140,7 +140,7 @@ class Output:
         self.states: list[Output] = [*self._states()]
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
         self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
-        self.files: list[TargetFile] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.files: list[FilePlan] = [file for files in (*self._files.values(), self._intact) for file in files]
         self.all_files = [file for output in (self, *self.states) for file in output.files]
         """The weight files, also of states."""
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
@@ -148,7 +148,7 @@ class Output:
 
     @cached_property
     def identity(self) -> Identity:
-        """What all its shards have in common."""
+        """The facts that all its shards share."""
         return self.source.identity(self.plan)
 
     @property
@@ -178,14 +178,14 @@ class Output:
 
     # ---------------------------------------------------------------------------------------------------- weight files
 
-    def _restored(self) -> list[TargetFile]:
+    def _restored(self) -> list[FilePlan]:
         """The original's files. Raises MismatchError unless their headers have exactly the tensors of the shards."""
         files = self.source.record.files
         infos = {name: info for file in files for name, info in file.tensors.items()}
         check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
-        return [TargetFile(file.name, 0, file.layout, file.checksum) for file in files]
+        return [FilePlan(file.name, 0, file.layout, file.checksum) for file in files]
 
-    def _files_of(self, rank: int) -> Iterator[TargetFile]:
+    def _files_of(self, rank: int) -> Iterator[FilePlan]:
         """The files of a rank, or those with a number of chunks."""
         stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
@@ -208,7 +208,7 @@ class Output:
                 if constants:
                     fixed = ((offset, constants[tensor]) for tensor, offset in layout.places if tensor in constants)
                     layout = dataclasses.replace(layout, fixed=(*layout.fixed, *fixed))
-                yield TargetFile(name, rank, layout, tensors=part)
+                yield FilePlan(name, rank, layout, tensors=part)
 
     def _layout(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
         """The layout of a file of these tensors, in the container that its name tells."""
@@ -236,7 +236,7 @@ class Output:
         """The positions of tensors among all tensors of the model."""
         return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
 
-    def _intact_file(self) -> Iterator[TargetFile]:
+    def _intact_file(self) -> Iterator[FilePlan]:
         """The file with the tensors that the program does not store as they are, if there are any."""
         changed = {kind for kind, portions in self.arrangement.parts.items() if any(part.function for part in portions)}
         tensors = [
@@ -245,12 +245,12 @@ class Output:
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            yield TargetFile(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
+            yield FilePlan(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
     def _not_carried(self) -> tuple[str, ...]:
-        """What the source has besides the model, and this output has not."""
+        """Return the names of things that the source has besides the model and this output lacks."""
         if not self.source.left_behind:
             return ()
         from reshard.formats.files.deepspeed import is_setting  # rarely needed
@@ -267,7 +267,9 @@ class Output:
         )
 
     def _states(self) -> Iterator[Output]:
-        """What is re-sharded with the model: states of training, each kind on its own, on the mesh of the model."""
+        """Yield the training states that are re-sharded with the model: an output for each kind, on the mesh of the
+        model.
+        """
         if self._training is None or self._state is not None:
             return
         from reshard.placement.program_plan import program_plan  # rarely needed
@@ -312,7 +314,7 @@ class Output:
         return laid
 
     def _extra_states(self) -> Iterator[tuple[str, None, bytes]]:
-        """What stands for the states of modules that have none: a list of None for each module."""
+        """Yield empty states of modules that expect one: a list of None for each module."""
         from reshard.formats.files.dcp import object_bytes  # rarely needed
 
         indices: dict[str, list[tuple[int, ...]]] = {}
@@ -334,7 +336,7 @@ class Output:
             documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
         return documents | dict(self._index(self._files[rank], folder))
 
-    def _index(self, files: Sequence[TargetFile], folder: str = "") -> Iterator[tuple[str, bytes]]:
+    def _index(self, files: Sequence[FilePlan], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
         name = self.format.files.index
         if name is None or len(files) < 2:
@@ -345,7 +347,7 @@ class Output:
         yield name.format(folder=folder), (json.dumps(document, indent=2) + "\n").encode()
 
     def _documents(self, is_restored: bool) -> Iterator[tuple[str, bytes]]:
-        """What the program needs beside the weights and the source's own files: its config file, an index."""
+        """Yield the files that the program needs beside the weights and the source's own: its config file, an index."""
         files, settings, record = self.format.files, self.format.settings, self.source.record
         if is_restored:
             yield from [(record.index.name, record.index.content)] if record.index is not None else ()

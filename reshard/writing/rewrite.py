@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.formats.errors import CheckpointError, MismatchError, listed
 from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.formats.files.sharded import MANIFEST, read_manifest
-from reshard.move.engine import move
-from reshard.move.jobs import Job, Options, TargetFile, TargetPlace, no_progress
+from reshard.move.engine import Writing, move
+from reshard.move.jobs import FilePlan, Job, Options, TargetPlace, no_progress
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.program_plan import with_dtype
@@ -38,7 +38,7 @@ from reshard.writing.summary import Spent, Summary
 
 
 class State(NamedTuple):
-    """How far a split or merge is."""
+    """The progress of a split or merge."""
 
     written: int
     """Bytes written to the weight files by this run and those before."""
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WriteRequest(Access, Options):
-    """What is written, and where.
+    """The output to write, and its place.
 
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``out``: a new folder, or the URL of a place in a bucket.
@@ -82,7 +82,7 @@ class WriteRequest(Access, Options):
 
 
 class Start(NamedTuple):
-    """Where an output goes, when its command began (``time.monotonic``), and the requests made again before."""
+    """The start of a write: the output's place, the time (``time.monotonic``), and the requests made again before."""
 
     folder: Path
     bucket: Bucket | None
@@ -133,16 +133,19 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     try:
         if request.dry_run:
             building.check()
-            return summary
+            planned = [file for file in new.all_files if file.name in share.files]
+            return replace(summary, planned=planned, moves=jobs_into(new, planned))
         if ranks is not None and not ranks:
             building.check()
             return replace(summary, complete=_has_all_ranks(folder))
         with building as staging:
+            writing = dict[FilePlan, Writing]()
             try:
-                written = write_files(new, staging, request, request.progress)
+                jobs = jobs_into(new, new.all_files)
+                written = write_files(new, jobs, staging, writing, request, request.progress)
                 committed = publish(new, written, staging, request)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(new.all_files, staging)) from None
+                raise KeyboardInterrupt(_kept(new.all_files, writing, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())
@@ -153,16 +156,15 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     )  # fmt: skip
 
 
-def _kept(targets: Iterable[TargetFile], staging: Staging) -> str:
+def _kept(files: Iterable[FilePlan], writing: Mapping[FilePlan, Writing], staging: Staging) -> str:
     """What an interrupted run leaves to the next."""
-    mine = [target for target in targets if target.name in staging.share.files]
-    is_there = {target.name for target in mine if target.name in staging.finished}
-    count = sum(
-        t.layout.size if t.name in is_there else t.sum.seen for t in mine if t.name in is_there or t.staged.exists()
-    )
+    mine = [file for file in files if file.name in staging.share.files]
+    count = sum(file.layout.size for file in mine if file.name in staging.finished)
+    left = (opened for file, opened in writing.items() if file.name not in staging.finished)
+    count += sum(opened.sum.seen for opened in left if opened.staged.exists())
     if not count:
         return "nothing is kept"
-    total = human_bytes(sum(target.layout.size for target in mine))
+    total = human_bytes(sum(file.layout.size for file in mine))
     return f"{human_bytes(count)} of {total} are kept: the same command goes on from there"
 
 
@@ -181,7 +183,7 @@ def _share(new: Output, part: Share | None, ranks: Collection[int] | None) -> Fi
 
 
 def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest) -> Staging:
-    """Where an output is built: beside its place, or for a bucket a few files at a time.
+    """Return the staging of an output: beside its place or, for a bucket, a few files at a time.
 
     Raises CheckpointError if the place overlaps with what is read. A new source or version is another task.
     """
@@ -203,7 +205,7 @@ def _staging(new: Output, start: Start, share: FileShare, request: WriteRequest)
 def _summary(
     new: Output, share: FileShare, start: Start, request: WriteRequest, ranks: Collection[int] | None
 ) -> Summary:
-    """What is to be done, before it is."""
+    """Return the summary of a write before it begins."""
     source, plan = new.source, new.plan
     tensors = len(plan.model.tensors)
     if share.label != WHOLE:
@@ -246,7 +248,7 @@ def _summary(
 
 
 def _has_all_ranks(out: Path) -> bool:
-    """Whether the manifest in a folder lists all ranks."""
+    """Whether a folder has a manifest that lists all ranks."""
     if not (out / MANIFEST).is_file():
         return False
     manifest = read_manifest(out / MANIFEST)
@@ -266,24 +268,34 @@ class Written:
     read: Sequence[SourceFile]
     """The files of the source that hold what was moved."""
     began: float
-    """When it began (``time.monotonic``)."""
+    """The time at which it began (``time.monotonic``)."""
     moving: float
     """Seconds of moving bytes."""
 
 
-def write_files(new: Output, staging: Staging, options: Options, progress: Progress) -> Written:
-    """Write the weight files of an output into the staging folder.
+def jobs_into(new: Output, files: Collection[FilePlan]) -> list[Job]:
+    """What is to be moved into some of the files of an output. Raises PlanError if a tensor cannot go into its file."""
+    jobs, wanted = list[Job](), {*files}
+    for part in (new, *new.states):
+        places: dict[int, dict[str, TargetPlace]] = {}
+        for file in part.files:
+            if file in wanted:
+                tensors = ((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
+                places.setdefault(file.rank, {}).update(tensors)
+        jobs += jobs_of(part.source, part.arrangement, places)
+    return jobs
+
+
+def write_files(
+    new: Output, jobs: Sequence[Job], staging: Staging, writing: dict[FilePlan, Writing], options: Options,
+    progress: Progress,
+) -> Written:  # fmt: skip
+    """Write the weight files of an output into the staging folder. ``writing`` then has those of the last batch.
 
     The files of other processes count as done. Raises CheckpointError if a file cannot be read or written, and
     MismatchError if replicas differ or padding is not zero.
     """
-    source, files, jobs = new.source, new.all_files, list[Job]()
-    for part in (new, *new.states):
-        places: dict[int, dict[str, TargetPlace]] = {}
-        for file in part.files:
-            file.path, of_rank = staging.path(file.name), places.setdefault(file.rank, {})
-            of_rank.update((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
-        jobs += jobs_of(part.source, part.arrangement, places)
+    source, files = new.source, new.all_files
     began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
     sizes = {file.name: file.layout.size for file in files if file.name in staging.share.files}
     total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
@@ -294,18 +306,19 @@ def write_files(new: Output, staging: Staging, options: Options, progress: Progr
         nbytes += written
         progress(State(nbytes, total, tried_again() - before))
 
-    of_ranks = dict[int, list[TargetFile]]()
+    of_ranks = dict[int, list[FilePlan]]()
     for each in files:
         of_ranks.setdefault(each.rank, []).append(each)
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
     side_by_side = [(each.name, each.layout.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
         sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
-        for file in files:
-            file.done = file.name not in batch or file.name in staging.finished
+        left = (file for file in files if file.name in batch and file.name not in staging.finished)
+        writing.clear()
+        writing.update((file, Writing(file, staging.path(file.name))) for file in left)
         start = time.monotonic()
         todo -= move(
-            jobs, sums, files, options, finished=staging.note_finished, moved=staging.note_moved,
+            jobs, sums, files, writing, options, finished=staging.note_finished, moved=staging.note_moved,
             earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
         )  # fmt: skip
         moving += time.monotonic() - start
@@ -354,7 +367,7 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
     return True
 
 
-def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[TargetFile]) -> None:
+def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[FilePlan]) -> None:
     """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
 
     Raises MismatchError if both have read the same bytes and the sums differ.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.formats.errors import listed
+from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.mesh import Mesh
+from reshard.move.jobs import FilePlan, Job, Places
 from reshard.store.staging_names import staging_of
 from reshard.system import Share
 from reshard.text import Result, human_bytes, plural
@@ -19,7 +21,7 @@ LONG = 1.0
 
 
 class Spent(NamedTuple):
-    """Where the time went, in seconds."""
+    """The seconds that each step took."""
 
     opening: float
     """Opening the source, with any download of it, and planning."""
@@ -31,11 +33,11 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Summary(Result):
-    """What a split or merge did, or would do with ``dry_run``.
+    """The result of a split or merge, or its plan with ``dry_run``.
 
     ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis. ``left_behind`` names what the source has besides the model, ``note`` is
-    what a reader of the output must know, ``load`` the command that loads another program's format.
+    size before and after for each padded axis. ``left_behind`` names the source's contents besides the model, ``note``
+    is a sentence that a reader of the output must know, ``load`` the command that loads another program's format.
     """
 
     command: str
@@ -63,15 +65,19 @@ class Summary(Result):
     note: str | None = None
     load: str | None = None
     error: tuple[str, float] | None = None
-    """Of the weights that this run quantized: that with the largest error, and the root mean square of what was lost
-    relative to that of its numbers.
+    """The quantized weight with the largest error, and this error: the root mean square of the change, relative to that
+    of the weight's numbers.
     """
     spent: Spent | None = None
     """None if nothing was to be written."""
+    planned: Sequence[FilePlan] = field(default=(), compare=False)
+    """With ``dry_run``: the weight files that would be written."""
+    moves: Sequence[Job] = field(default=(), compare=False)
+    """With ``dry_run``: what would go from where to where."""
 
     @property
     def headline(self) -> str:
-        """What was done, to how many tensors and files, and how large they are."""
+        """One line: the action, the number of tensors and files, and their size."""
         verb = {"split": "split", "re-split": "re-split", "merge": "merged", "write": "wrote"}[self.command]
         ranks, which = self.mesh.size, plural(self.mesh.size, "rank")
         if len(self.ranks) < ranks:
@@ -98,7 +104,7 @@ class Summary(Result):
 
 
 def _paragraph(summary: Summary) -> str:
-    """What, how many tensors and files, bytes, seconds, padding, where."""
+    """Return a paragraph: the action, numbers of tensors and files, bytes, seconds, padding and place."""
     if summary.part is not None and not summary.files:
         return "None of the files is for this process."
     if summary.part is not None and summary.complete and not summary.written and not summary.dry_run:
@@ -139,3 +145,60 @@ def _where(summary: Summary) -> str:
     if isinstance(place, Path) and staging_of(place).exists():
         place = staging_of(place)
     return f"other {what} are still missing: see `{shlex.join(['reshard', 'inspect', str(place)])}`"
+
+
+def file_document(file: FilePlan) -> dict[str, Any]:
+    """A planned file as JSON: its size, and where it has which tensor."""
+    places = dict(file.layout.places)
+    tensors = {
+        tensor.name: {
+            "dtype": tensor.dtype,
+            "shape": [*tensor.shape],
+            "offset": places[tensor.name],
+            "bytes": tensor.nbytes,
+        }
+        for tensor in file.tensors
+    }
+    return {"file": file.name, "rank": file.rank, "bytes": file.layout.size, "tensors": tensors}
+
+
+def move_document(job: Job) -> dict[str, Any]:
+    """A move as JSON: the tensor, and which part of it lies where before and after it.
+
+    A part is a list of the ``[first, end]`` of its indices for each dimension of ``shape``. Its first element lies at
+    byte ``offset`` of the file, and the next one of a dimension as many elements behind as ``strides`` says.
+    """
+    location = job.sources[0].location
+    return {
+        "tensor": job.name,
+        "shape": [*location.spread.full],
+        "from": [entry for places in job.sources for entry in _parts(places)],
+        "to": [*_parts(job.targets, job.ranks)],
+    }
+
+
+def _parts(places: Places[Any], ranks: Iterable[int] | None = None) -> Iterator[dict[str, Any]]:
+    """The parts of an atom on one side: of all its ranks, or of these."""
+    stored, spread = places.location.stored, places.location.spread
+    for rank, pieces in sorted(spread.pieces.items()):
+        if ranks is not None and rank not in ranks:
+            continue
+        place = places.on(rank)
+        for piece in pieces:
+            yield {
+                "file": place.file.name,
+                "tensor": stored.name_on(rank),
+                "dtype": stored.dtype,
+                "offset": place.offset + piece.base * DTYPE_BITS[stored.dtype] // 8,
+                "strides": [*piece.strides],
+                "part": [[[run.offset, run.offset + run.length] for run in runs] for runs in piece.runs],
+            }
+
+
+def move_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """A move as text: a line for the tensor, and one for each of its parts in a file."""
+    yield f"{document['tensor']} {document['shape']}"
+    for word, parts in (("from", document["from"]), ("to", document["to"])):
+        for each in parts:
+            part = ", ".join("+".join(f"{first}:{end}" for first, end in runs) for runs in each["part"])
+            yield f"  {word:<4} {each['file']} byte {each['offset']:,}: {each['tensor']} {each['dtype']} [{part}]"

@@ -71,7 +71,7 @@ def test_what_is_written_stands_alone(tmp_path: Path) -> None:
         ('base = ["../llama"]', "there is no base '../llama'"),
         ('base = "llama"', "'base' is a list of names, such as [\"llama\"], not 'llama'"),
         ("base = [1]", "'base' is a list of names"),
-        ('base = ["llama"]\n[tensors]\n"lm_hed.bias" = false', "takes away what no base has"),
+        ('base = ["llama"]\n[tensors]\n"lm_hed.bias" = false', "removes nothing: no base has it"),
         ('base = ["llama"]\ntensors = 3', "tensors"),
         ('base = ["llama"]\n[sizes]\nff = "a +"', "'a +' is not an expression"),
     ],

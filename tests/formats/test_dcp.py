@@ -181,14 +181,14 @@ class Elsewhere:
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "version": (lambda m: setattr(m, "version", "2.0.0"), "is of version '2.0.0' of torch's distributed checkpoints"),
-    "a hole": (lambda m: m.state_dict_metadata["w"].chunks.pop(), "the pieces of tensor 'w' make [4, 2]"),
+    "a hole": (lambda m: m.state_dict_metadata["w"].chunks.pop(), "the chunks of tensor 'w' make [4, 2]"),
     "overlap": (
         lambda m: setattr(m.state_dict_metadata["w"].chunks[1], "offsets", torch.Size((3, 0))),
-        "the pieces of tensor 'w' make [6, 2], it should be [7, 2]",
+        "the chunks of tensor 'w' make [6, 2], it should be [7, 2]",
     ),
     "twice": (
         lambda m: m.state_dict_metadata["w"].chunks.append(m.state_dict_metadata["w"].chunks[0]),
-        "pieces of tensor 'w' overlap",
+        "chunks of tensor 'w' overlap",
     ),
     "outside": (
         lambda m: setattr(m.state_dict_metadata["w"].chunks[1], "sizes", torch.Size((9, 2))),
@@ -196,7 +196,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "sizes": (
         lambda m: setattr(m.state_dict_metadata["x"], "size", torch.Size((3,))),
-        "the pieces of tensor 'x' make [2], it should be [3]",
+        "the chunks of tensor 'x' make [2], it should be [3]",
     ),
     "both sizes": (
         lambda m: m.state_dict_metadata.__setitem__(

@@ -183,8 +183,8 @@ def test_more_parts_than_a_plan_ends_for_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "why"),
     [
-        ("vllm:tp2", "vllm:tp2", "vllm is no trainer"),
-        ("fsdp2:2", "vllm:2", "vllm is no trainer"),
+        ("vllm:tp2", "vllm:tp2", "vllm is not a trainer"),
+        ("fsdp2:2", "vllm:2", "vllm is not a trainer"),
         ("fsdp2:2", "vllm:tp5", "heads do not divide by 5"),
         ("fsdp2:2", "nonsense:tp2", "no program is called"),
     ],

@@ -258,5 +258,5 @@ def test_strangers(store: str, noise: bytes) -> None:
 
 @pytest.mark.parametrize("store", ["10.0.0.1:80", "tcp://host", "http://h:1", "tcp://:80", "tcp://h:99999999", "", 7])
 def test_no_store(store: object) -> None:
-    with pytest.raises(LiveError, match="no tcp://HOST:PORT"):
+    with pytest.raises(LiveError, match="should be tcp://HOST:PORT"):
         Fence(store, 0, NAMES)

@@ -111,15 +111,15 @@ EXTRA: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a head": (
         lambda model: setattr(model, "score", nn.Linear(80, 1, bias=False, dtype=torch.bfloat16)),
-        r"tensor 'score\.weight' is none of this model's \(held by receiver 0\)",
+        r"tensor 'score\.weight' does not belong to this model \(held by receiver 0\)",
     ),
     "a parameter in place of a buffer": (
         lambda model: model.model.register_parameter("offset", nn.Parameter(torch.ones(4, dtype=torch.bfloat16))),
-        r"tensor 'model\.offset' is none of this model's \(held by receiver 0\)",
+        r"tensor 'model\.offset' does not belong to this model \(held by receiver 0\)",
     ),
     "a layer": (
         lambda model: model.model.layers.append(type(model.model.layers[0])(model.config, 3).to(torch.bfloat16)),
-        r"tensor 'model\.layers\.3\.input_layernorm\.weight' is none of this model's \(held by receiver 0\)",
+        r"tensor 'model\.layers\.3\.input_layernorm\.weight' does not belong to this model \(held by receiver 0\)",
     ),
 }
 

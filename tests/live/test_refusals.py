@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], dict[str, Any], t
     ),
     "an adapter": (
         adapted, {}, {}, (1, 1),
-        f"trainer 0: 'base_model.model.{GATE}.base_layer.weight' is of an adapter that is not merged",
+        f"trainer 0: 'base_model.model.{GATE}.base_layer.weight' belongs to an adapter that is not merged",
         "push what merge_and_unload() gives",
     ),
 }  # fmt: skip

@@ -410,7 +410,7 @@ def test_a_tensor_of_another_number_of_dimensions_is_refused(tmp_path: Path) -> 
     for name, shape in (("model.layers.0.mlp.up_proj.weight", (-1,)), ("model.norm.weight", (-1, 1))):
         changed = {**tensors, name: tensors[name].reshape(shape)}
         dcp.save(changed, checkpoint_id=tmp_path / "changed", no_dist=True)
-        with pytest.raises(MismatchError, match=f"the pieces of tensor '{name}' make"):
+        with pytest.raises(MismatchError, match=f"the chunks of tensor '{name}' make"):
             merge(tmp_path / "changed", tmp_path / "merged", config=store.checkpoint("llama"))
         shutil.rmtree(tmp_path / "changed")
 

@@ -312,7 +312,7 @@ def test_experts_that_are_not_divided_over_more_or_fewer_ranks(
     assert _weights(tmp_path / "merged") == _weights(original)
     assert verify_exact(open_source(original), run).verdict == "same"
     done = command("verify", original, run)
-    assert done.returncode == 2 and "experts are divided over more or fewer ranks than all else" in done.stderr, done
+    assert done.returncode == 2 and "experts are divided over more or fewer ranks than the rest" in done.stderr, done
 
 
 def test_stages_of_other_lengths_and_both_degrees(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_format_builds_on_another(tmp_path: Path) -> None:
 
 
 def test_what_no_base_has_cannot_be_taken_away(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"'nothing = false' under \[tensors\] takes away what no base has"):
+    with pytest.raises(PlanError, match=r"'nothing = false' under \[tensors\] removes nothing: no base has it"):
         _format(tmp_path / "mine.toml", 'base = "vllm"\n[tensors]\nnothing = false\n')
 
 

@@ -266,9 +266,9 @@ def _spoiled(folder: Path, change: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "says", "code"),
     [
-        ("moved", "pieces of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
-        ("onto", "pieces of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
-        ("beyond", "the pieces of tensor 'model.layers.0.mlp.gate_proj.weight' make", 1),
+        ("moved", "chunks of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
+        ("onto", "chunks of tensor 'model.layers.0.mlp.gate_proj.weight' overlap", 1),
+        ("beyond", "the chunks of tensor 'model.layers.0.mlp.gate_proj.weight' make", 1),
         ("unsaid", "should have 2 offsets", 2),
         ("longer", "should have 2 offsets", 2),
     ],
@@ -286,5 +286,5 @@ def test_a_missing_file_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is missing, reshard\.json lists it"):
         merge(tmp_path / "out", tmp_path / "merged")
     (tmp_path / "out" / "reshard.json").unlink()
-    with pytest.raises(MismatchError, match=r"pieces of tensor|elements of tensor"):
+    with pytest.raises(MismatchError, match=r"chunks of tensor|elements of tensor"):
         merge(tmp_path / "out", tmp_path / "merged")

@@ -269,7 +269,7 @@ def test_verify_names_the_option_that_is_missing(tmp_path: Path) -> None:
             answer
         )
     done = command("verify", model, tmp_path / "out", "--dtype", "bf16")
-    assert done.returncode == 2 and "--dtype is not possible: bytes alone can be compared" in done.stderr
+    assert done.returncode == 2 and "--dtype is not possible: with it, only bytes can be compared" in done.stderr
 
 
 @pytest.mark.parametrize("form", [{"tp": 2}, {"tp": 2, "format": "vllm"}], ids=str)

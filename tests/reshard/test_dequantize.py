@@ -214,7 +214,7 @@ def test_verify_computes_the_original_anew(source: Path, tmp_path: Path) -> None
         assert "If they were split with --dequantize, give it here, too." in without.stdout
     refused = command("verify", source, tmp_path / "out0", *given)
     assert refused.returncode == 2
-    assert "--dequantize is not possible: bytes alone can be compared" in refused.stderr
+    assert "--dequantize is not possible: with it, only bytes can be compared" in refused.stderr
 
 
 def test_the_arithmetic_of_the_proof_is_its_own() -> None:

@@ -225,7 +225,7 @@ def test_verify_computes_the_original_anew(tmp_path: Path) -> None:
     change_tensor(file, "model.layers.0.mlp.up_proj.weight", at=5)
     assert verify(model(), tmp_path / "out", quantize="fp8-block", exact_only=True).verdict == "different"
     done = command("verify", model(), tmp_path / "out", "--quantize", "fp8-block")
-    assert done.returncode == 2 and "--quantize is not possible: bytes alone can be compared" in done.stderr
+    assert done.returncode == 2 and "--quantize is not possible: with it, only bytes can be compared" in done.stderr
 
 
 def test_it_comes_after_a_delta(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
     assert poor.power.bias_ratio is not None and poor.power.bias_ratio < 1
     assert not good.power.is_poor and good.power.seen_from < 1e-4
     assert good.power.bias_ratio is not None and good.power.bias_ratio > 1000
-    assert power_in_words(poor).endswith("That is little power; --compute-dtype float32 has more.")
+    assert power_in_words(poor).endswith("That is a weak test; --compute-dtype float32 sees more.")
     assert "--compute-dtype" not in power_in_words(good)
     # The fault that it says would not be seen is not, and in float32 it is.
     damaged = Shards(shards.path, original)
@@ -142,7 +142,7 @@ def test_the_power_is_measured_and_said(tmp_path: Path) -> None:
 def test_the_command_says_the_power(tmp_path: Path) -> None:
     pair(zoo.save("llama", tmp_path / "llama", torch.bfloat16))
     done = command("verify", tmp_path / "llama", tmp_path / "llama-2")
-    assert "a fault that changes them by " in done.stdout.splitlines()[-1] and "little power" not in done.stdout
+    assert "A fault that changes values by " in done.stdout.splitlines()[-1] and "weak test" not in done.stdout
     pair(loud(tmp_path / "loud"))
     report = tmp_path / "report.html"
     done = command("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)

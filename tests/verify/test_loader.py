@@ -240,7 +240,7 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
         (
             "llama",
             {"tp": 2},
-            "rests on bytes by the built-in rules of 'llama'; no forward; split's own sizes of the ranks.",
+            "the bytes, by the built-in rules of 'llama'; no forward pass; ranks' sizes from split.",
         ),
         (
             "llama",
@@ -248,7 +248,7 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
             "the format 'vllm' as compared with vLLM 0.32.0 for this model type, which",
         ),
         ("llama", {"tp": 2, "format": "sglang"}, "the format 'sglang' by reshard's lines alone: no program was asked."),
-        ("llama", {"tp": 2, "dtype": "bf16"}, "split's own choice of the weights that 'dtype' leaves alone"),
+        ("llama", {"tp": 2, "dtype": "bf16"}, "split's choice of the weights that 'dtype' leaves alone"),
     ],
     ids=["own", "compared", "lines", "cast"],
 )
@@ -256,7 +256,7 @@ def test_the_verdict_says_what_it_rests_on(model: str, settings: dict[str, Any],
     original, out = store.checkpoint(model), tmp_path / "out"
     split(original, out, **settings)
     found = verify(original, out, exact_only=True, dtype=settings.get("dtype"))
-    assert said in found.in_words and found.evidence[0] == "bytes by the built-in rules of 'llama'"
+    assert said in found.in_words and found.evidence[0] == "the bytes, by the built-in rules of 'llama'"
     assert found.to_document()["evidence"] == found.evidence
 
 
@@ -266,7 +266,7 @@ def test_a_loader_and_a_forward_are_named(tmp_path: Path) -> None:
     found = verify(original, out, loader=sys.executable)
     version = transformers.__version__
     assert found.evidence[1:] == [
-        f"a forward by transformers {version} on cpu",
+        f"the forward pass, by transformers {version} on cpu",
         f"the format 'transformers' as transformers {version}'s own loader has it",
     ]
 

@@ -52,7 +52,7 @@ def test_an_original_that_is_split_is_compared_and_not_run(form: str, tmp_path: 
         done = command("verify", "run", out, *given, cwd=tmp_path)
         assert done.returncode == 0 and "No forward was run: run is no full checkpoint" in done.stdout, done.stderr
         last = done.stdout.splitlines()[-1]
-        assert "the original as a merge of it puts it together" in last and "; no forward" in last
+        assert "the original, put together by reshard's merge" in last and "; no forward" in last
     done = command("verify", "run", "cast", "--dtype", "bf16", "--exact-only", *given, cwd=tmp_path)
     assert done.returncode == 0 and "after a cast to bf16" in done.stdout, done.stderr
     for more in (("--dry-run",), ("--exact-only", "--loader", sys.executable)):

@@ -98,7 +98,7 @@ def test_a_packed_weight_dealt_by_plain_chunks(
     verdict = done.stdout.splitlines()[-1]
     assert verdict.startswith(f"DIFFERENT: Every byte is the original's by the plan {plan} (")
     assert f"fails in '{place}', where the original does not (RuntimeError: " in verdict
-    assert verdict.endswith(f"No weight takes as its input what the rule 'packed hidden' deals of '{tensor}'.")
+    assert verdict.endswith(f"No weight takes as its input the part of '{tensor}' that 'packed hidden' gives a rank.")
     assert "Error" not in done.stderr
     listed = done.stdout[: done.stdout.index("bytes: all equal")].splitlines()
     assert listed[0] == f"plan {plan}: differs from the built-in rules of model type '{name}'"
@@ -116,7 +116,7 @@ def test_bytes_by_a_plan_of_the_users_say_so(model: Callable[[str], Path], tmp_p
     split(original, shards, tp=2, plan_file=plan)
     done = command("verify", original, shards, "--plan", plan, "--exact-only")
     assert done.returncode == 0
-    assert "Whether that plan is right, the forward alone can tell." in done.stdout.splitlines()[-1]
+    assert "Only the forward pass can tell if that plan is right." in done.stdout.splitlines()[-1]
     assert f"{QKV} is 'packed hidden', built in " in done.stdout
     # A plan that says what the built-in rules say is no other plan.
     saved = original.with_suffix(".toml")

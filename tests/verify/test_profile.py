@@ -303,7 +303,7 @@ def test_no_degree_fits() -> None:
         (("--memory", "80"), "'80' is 80 bytes; with a unit it is 80GB or 80MB"),
         (("--phase", "decode,sleep"), "--phase sleep is not possible: it is one of decode, prefill, train"),
         (("--tp", "1,two"), "'1,two' is no list of numbers such as 1,2,4 or 1024..16384"),
-        (("--link", "450GB/s"), "--link is not possible: no degree is to be predicted"),
+        (("--link", "450GB/s"), "--link is not possible: it is for predicted degrees"),
         (("--predict-tp", "8", "--link", "450GB"), "'450GB' is not a speed such as 450GB/s"),
         (("--dtype", "int8"), "--dtype int8 is not possible"),
         (

@@ -1,13 +1,13 @@
-"""Where the elements of an original tensor lie in what each holder has, and in which chunks they are compared.
+"""Places of an original tensor's elements in the tensors of each holder, and the chunks in which they are compared.
 
-The placement (``reshard.placement.geometry``) is taken as data: which pieces of an atom a holder (a rank, or a file
+The placement (``reshard.placement.geometry``) is taken as data: the pieces of an atom that a holder (a rank, or a file
 with chunks) has. With the place of the atom's factors in the original's tensor they are *blocks*: elements with one
 step along each factor on both sides. The engine that moved them is not asked.
 
 A *chunk* is a range of the original's elements as they are stored, padding included. It takes blocks of each *part*
-(what a holder has, in one of its own tensors), which lie in one range of the holder's bytes. Each byte of the original
-is read once. So is each byte of a holder, if a chunk's elements fill their range; if they do not, as in a transposed
-matrix, several chunks *share* the range.
+(the elements that a holder has, in one of its own tensors), which lie in one range of the holder's bytes. Each byte of
+the original is read once. So is each byte of a holder, if a chunk's elements fill their range; if they do not, as in a
+transposed matrix, several chunks *share* the range.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Array = npt.NDArray[Any]
 
 
 def dot(indices: Iterable[int], steps: Iterable[int]) -> int:
-    """How far these indices are from the first element."""
+    """Return the distance, in elements, from the first element to the one at these indices."""
     return sum(index * step for index, step in zip(indices, steps, strict=True))
 
 
 class Line(NamedTuple):
-    """Where the elements of a block lie in a tensor: the number of the first, and the step along each factor."""
+    """The place of a block's elements in a tensor: the number of the first, and the step along each factor."""
 
     first: int
     steps: tuple[int, ...]
@@ -114,7 +114,7 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A holder's part of a tensor: its blocks, and what is stored in place of the original's elements.
+    """A holder's part of a tensor: its blocks, and the expected bits of elements that the original does not have.
 
     ``use`` is the number of the stored tensor among those that have elements of this one, ``holder`` that of the rank
     or file. ``bits`` are those of a stored element, which is a ``function`` of the original's if there is one. ``zero``
@@ -137,8 +137,9 @@ def whole(shape: Sequence[int]) -> Block:
 
 
 def line_of(rule: Shape, portion: Portion, sizes: Mapping[str, int], shape: tuple[int, ...]) -> Line:
-    """Where a portion's atoms lie in tensors with a rule, of these sizes of the axes and this shape: their factors in
-    the order in which the program stores them. An atom at one index of the first dimension lies as at index 0.
+    """Return the place of a portion's atoms in tensors with a rule, of these sizes of the axes and this shape: their
+    factors in the order in which the program stores them. An atom at one index of the first dimension lies as at index
+    0.
     """
     component, shift = portion.component, int(portion.component.index is not None)
     lengths, first, joined = component.shape.sizes(sizes), [0] * (len(portion.component.counts) + shift), 1
@@ -160,10 +161,10 @@ def line_of(rule: Shape, portion: Portion, sizes: Mapping[str, int], shape: tupl
 
 
 def blocks_of(geometry: Geometry, holder: int, number: int, original: Line, padded: Line) -> Iterator[Block]:
-    """What a holder has of an atom of a stored tensor: a block for each run of each factor, without and with padding.
+    """Yield a holder's blocks of an atom of a stored tensor: one for each run of each factor, without and with padding.
 
-    The whole atom lies in the original as ``original`` says, and in the padded one as ``padded`` says. Raises PlanError
-    where it has other dimensions than factors.
+    ``original`` and ``padded`` are the place of the whole atom in the original and in the padded original. Raises
+    PlanError if the atom has other dimensions than factors.
     """
     layout, order = geometry.layouts[number], geometry.portions[number % len(geometry.portions)].order
     if len(layout.full) != len(order):
@@ -182,8 +183,8 @@ def blocks_of(geometry: Geometry, holder: int, number: int, original: Line, padd
 
 
 def _ranges(runs: Iterable[Run], full: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Runs of a factor, cut at the end of what is no padding: where each begins, its length, where the holder has it,
-    and whether it is padding.
+    """Cut runs of a factor at the begin of padding. Yields the begin and length of each, the holder's index, and
+    whether it is padding.
     """
     local = 0
     for run in runs:
@@ -196,7 +197,7 @@ def _ranges(runs: Iterable[Run], full: int) -> Iterator[tuple[int, int, int, boo
 
 
 def owners(shape: Sequence[int], owned: Sequence[Sequence[Sequence[Run]]]) -> tuple[list[list[int]], Array]:
-    """The cuts of each dimension between what any of several owners has, and how many have each cell of that grid.
+    """Cut each dimension wherever an owner's run begins or ends, and count the owners of each cell of that grid.
 
     ``owned`` has, of each owner, its runs along each dimension.
     """
@@ -227,7 +228,7 @@ def check_all_owned(layout: Layout) -> None:
 
 
 class Read(NamedTuple):
-    """What a chunk takes of a part: blocks within the elements ``begin`` to ``end`` of the holder's tensor.
+    """A chunk's share of a part: blocks within the elements ``begin`` to ``end`` of the holder's tensor.
 
     ``elements`` is the number of elements in the blocks. If it is less than ``end - begin``, other elements lie between
     them.
@@ -284,7 +285,7 @@ class View:
         return count + position
 
     def _reads(self, chunk: Run) -> Sequence[Read]:
-        """What a chunk takes of each part that has any of its elements."""
+        """Return the chunk's share of each part that has any of its elements."""
         reads = []
         for number, part in enumerate(self.parts):
             near = (b for b in part.blocks if b.padded.first < chunk.end and b.padded.end(b.shape) > chunk.offset)

@@ -40,15 +40,15 @@ def no_progress(compared: int, total: int) -> None:
 
 
 Use = Location | TensorInfo
-"""What has elements of a tensor: an atom of a stored one, or a tensor that is stored as in the original. These are what
-is kept beside the shards, and what the original itself has under a second name.
+"""A place of a tensor's elements: an atom of a stored tensor, or a tensor that is stored as in the original, such as
+those that are kept beside the shards, and those that the original has under a second name.
 """
 
 
 class _Copy(NamedTuple):
-    """What a holder has of a tensor: by its part of the tensor's view, in a stored tensor whose name there is
-    ``name``, if it is another. ``dtype`` is the original's after any cast, ``constant`` are the bits that stand where
-    nothing of the original does, ``because`` says why.
+    """One holder's copy of a tensor. ``part`` says where it lies in the view; ``name`` is its stored name if it
+    differs. ``dtype`` is the original's after any cast. ``constant`` are the expected bits of elements that the
+    original does not have, and ``because`` says why they are expected.
     """
 
     part: Part
@@ -199,7 +199,7 @@ class Comparison:
                 self._first = place, difference
 
     def _copy(self, tensor: str, dtype: str, use: Use, part: Part) -> _Copy | None:
-        """What the holder of a part has of a tensor of a dtype; None if that is not to be compared."""
+        """Return the copy of a tensor that the holder of a part has; None if it is not to be compared."""
         rank, value, because = 0, 0.0, "padding"
         if isinstance(use, TensorInfo):
             info, dtype = use, use.dtype
@@ -218,7 +218,9 @@ class Comparison:
     # ----------------------------------------------------------------------------------------- what is compared
 
     def _twins(self) -> Iterator[tuple[str, TensorInfo]]:
-        """Tensors of the original, and what should equal each: what is kept of it, and its copies in the original."""
+        """Tensors of the original, each with its copies: kept beside the shards, or under a second name in the
+        original.
+        """
         there = self._infos
         for name, kept in self._shards.intact.items():
             if name in there and (kept.dtype, kept.shape) == (self._kinds[name][0].dtype, there[name].shape):

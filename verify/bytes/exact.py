@@ -110,7 +110,7 @@ def _report_of(error: ReshardError, shards: Source) -> ExactReport:
 
 
 def _is_unreadable(error: ReshardError) -> bool:
-    """Whether a file is not there, or cannot be read: that says nothing about what is in it."""
+    """Whether a file is missing or cannot be read: that says nothing about its content."""
     return isinstance(error, IncompleteError) or isinstance(error.__context__, OSError)
 
 

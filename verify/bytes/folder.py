@@ -86,12 +86,12 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
 
 
 def _made_without(original: Source, manifest: Manifest) -> bool:
-    """Whether shards were made of other shards, which do not say what the files of the original are."""
+    """Whether shards were made of other shards, which do not describe the files of the original."""
     return not manifest.source.files and {stamp.name for stamp in manifest.inputs} != {s.name for s in original.states}
 
 
 def is_of_other_files(original: Source, manifest: Manifest) -> bool:
-    """Whether the files that shards were made of are not the original's: they have other names for its tensors, or the
+    """Whether the shards were made of other files than the original's: with other names for its tensors or, if the
     original is itself put together from parts, in another order.
     """
     ours, theirs = original.record, manifest.source
@@ -111,9 +111,7 @@ def is_of_other_files(original: Source, manifest: Manifest) -> bool:
 
 
 def expected_source(original: Source, shards: Source) -> str:
-    """The fingerprint of the original that the shards' headers should state; if it is not known, the one that they
-    state.
-    """
+    """The original's fingerprint, which the shards' headers should state; if it is unknown, the one that they state."""
     fingerprint = original.record.id
     if (manifest := shards.manifest) is not None:
         is_other = _made_without(original, manifest) or is_of_other_files(original, manifest)
@@ -150,7 +148,7 @@ def _rank_files(shards: Source, plan: Plan, rank: int) -> list[str]:
 
 
 def _configs_of(folder: FilePath) -> list[str]:
-    """The settings that each rank has: the model's, and those of an adapter if a folder is of one."""
+    """The settings of each rank: the model's, and the adapter's if the folder holds one."""
     return [CONFIG, *([ADAPTER_CONFIG] if (folder / ADAPTER_CONFIG).is_file() else [])]
 
 

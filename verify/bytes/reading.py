@@ -280,10 +280,11 @@ def widened(ours: Array, before: str, after: str) -> Array:
 
 
 def differing(ours: Array, theirs: Array, dtype: str, function: str | None) -> Array | None:
-    """Which elements of a dtype are not what they should be, ``function`` of the original's; None if all are.
+    """Return a mask of the elements that differ from the original's, to which ``function`` is applied; None if none
+    differs.
 
-    That of an F32, computed in float64, may be one unit in the last place off: the function itself need not be rounded
-    correctly. Raises PlanError for an unknown function.
+    An F32 that a function computes, in float64, may be one unit in the last place off: the function itself need not be
+    rounded correctly. Raises PlanError for an unknown function.
     """
     if function is not None:
         exact, stored = _applied(ours, dtype, function), np.ascontiguousarray(theirs).view("<f4")
@@ -299,7 +300,7 @@ def differing(ours: Array, theirs: Array, dtype: str, function: str | None) -> A
 
 
 def _in_words(array: Array) -> bool:
-    """Whether the last dimension lies in one piece of whole words."""
+    """Whether the last dimension is contiguous and made of whole 8-byte words."""
     return bool(array.ndim and array.strides[-1] == array.itemsize and array.shape[-1] * array.itemsize % 8 == 0)
 
 

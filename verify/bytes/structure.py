@@ -50,7 +50,7 @@ class Structure:
 
     @property
     def differences(self) -> dict[str, Any]:
-        """What an ``ExactReport`` has of it."""
+        """The differences, as fields of an ``ExactReport``."""
         names = ("missing", "extra", "configs", "problems", "not_compared")
         return {name: tuple(getattr(self, name)) for name in names}
 
@@ -167,14 +167,13 @@ class Structure:
 
     @cached_property
     def _planned(self) -> Arrangement:
-        """What is stored, with the chunks of the mesh if there are chunks."""
+        """The arrangement that should be stored; if files have chunks, with the chunks of the mesh."""
         chunks, format = self.shards.chunks, self.shards.format
         return self.shards.arrangement if chunks is None else arrangement_of(self.shards.plan, format)
 
     def _rules_problem(self) -> Iterator[str]:
-        """Why by the rules in the manifest, which a merge reads these shards by, something lies elsewhere.
-
-        Rules of another version may have other words.
+        """Return the reason why a merge, which reads these shards by the rules in the manifest, would find something
+        elsewhere.
         """
         manifest, rules = self.shards.manifest, self.original.rules
         if manifest is None or self.shards.format.plain or manifest.architecture == rules:
@@ -255,8 +254,8 @@ def ranks_of(shards: Source) -> Sequence[int]:
 
 
 def _not_once(stored: Stored, chunks: Sequence[tuple[str, Chunk]]) -> Iterator[tuple[bool, str]]:
-    """What chunks in files of these names have not at all (True), or more often than the rest: the first cell of the
-    grid of all their ends.
+    """Find elements that no chunk in these files has (True), or that more chunks have than the rest: the first cell of
+    the grid of all their ends.
     """
     runs = ([[Run(begin, end - begin)] for begin, end in zip(at.offset, at.end, strict=True)] for _, at in chunks)
     ends, count = owners(stored.whole_shape, [*runs])

@@ -1,4 +1,4 @@
-"""Whether vLLM computes the same from shards as from the original.
+"""Does vLLM compute the same from shards as from the original? A comparison of log-probabilities.
 
 Three runs on the same tokens: the original in transformers, in float32 (the exact values); the original in vLLM; the
 shards in vLLM, at their degree. The engine's *noise* is how far its run of the original is from the exact values, the
@@ -54,9 +54,9 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What was measured. ``noise`` and ``error`` are root mean squares of log-probabilities, ``worst`` is the largest
-    single difference between the shards and the original, ``spread`` the standard deviation of the exact
-    log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
+    """The measurements of an engine's runs. ``noise`` and ``error`` are root mean squares of log-probabilities,
+    ``worst`` is the largest single difference between the shards and the original, ``spread`` the standard deviation of
+    the exact log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
     """
 
     engine: str
@@ -72,7 +72,7 @@ class EngineReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether the error is within the noise. Not so of NaN."""
+        """Whether the error is within the noise; False for NaN."""
         return self.ratio <= LIMIT
 
     @property
@@ -96,7 +96,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is run: prompts of random tokens, of so many that the vocabulary has."""
+    """The tokens of a run: prompts of random tokens from a vocabulary of this size."""
 
     options: EngineOptions
     vocabulary: int
@@ -105,7 +105,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the original gives: the exact values (``[positions, tokens]``), and those that the engine computes."""
+    """Results of the original: the exact values (``[positions, tokens]``), and those that the engine computes."""
 
     tokens: Tokens
     exact: torch.Tensor
@@ -179,7 +179,7 @@ def check_power(exact: torch.Tensor, whole: torch.Tensor, runner: str) -> None:
     spread, noise = float(exact.std()), _distance(whole, exact)
     if not noise <= LOUD * spread:
         raise CheckpointError(
-            f"{runner} computes something else than transformers from the original itself: its log-probabilities "
+            f"{runner} and transformers compute different log-probabilities from the original itself: these "
             f"differ by {noise:.2g}, and they spread over {spread:.2g}",
             "give --compute-dtype float32; rounding, or a bug of one of them, hides whether the shards are right",
         )
@@ -267,7 +267,9 @@ def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) 
 
 
 def reason_of(output: str) -> str:
-    """What an engine's output says went wrong: its first exception that is not of the engine's own processes."""
+    """Return the first exception in an engine's output that is not of the engine's own processes; else its last
+    words.
+    """
     errors = _EXCEPTION.findall(output)
     root = next((error for error in errors if "engine" not in error.lower()), None)
     lines = [line.strip() for line in output.splitlines() if line.strip()]

@@ -26,7 +26,7 @@ DEFAULTS = {
 
 
 def run(request: dict[str, Any]) -> list[list[list[float]]]:
-    """What the request asks for."""
+    """Run the prompts of a request in vLLM, and return their log-probabilities."""
     from vllm import LLM, SamplingParams
 
     ranks, size = request["tp"] * request["pp"], request["vocabulary"]

@@ -1,1 +1,1 @@
-"""Whether the shards compute what the original computes: what runs in the parent process."""
+"""The forward pass of shards, compared with the original's: the part that runs in the parent process."""

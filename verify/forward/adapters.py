@@ -118,7 +118,7 @@ def _copied(store: RangeStore, folder: Path) -> Path:
 
 
 def as_adapter(folder: Path) -> Path:
-    """The same folder, of which the tensors and the config are under the names that PEFT gives them."""
+    """Return a folder with the same adapter, whose tensors and config have PEFT's file names."""
     (folder / MODEL).rename(folder / ADAPTER)
     settings = read_config(folder / CONFIG)[SETTINGS]
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Whether shards compute what the original model computes: both run, on the same tokens.
+"""The comparison of shards with the original model by running both on the same tokens.
 
-The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for,
-each of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
+The original runs whole, in its own dtype and in higher precision; the shards run on as many ranks as they are for, each
+of which loads only its own folder. Hidden states throughout the model and the outputs are compared; see
 verify/forward/noise.py for what counts as equal. This module starts the ranks.
 """
 
@@ -38,7 +38,7 @@ from reshard.verify.rank.roles import positions_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
 
 Progress = Callable[[str], None]
-"""Called with what is being done."""
+"""A function that is called with the name of the current step."""
 
 
 DEFAULTS = ForwardOptions()
@@ -53,7 +53,7 @@ def run_forward(
 
 
 def prepare(original: Source | Unmerged, shards: Source, options: ForwardOptions) -> Job:
-    """What the ranks are to do, after all that can be known before they run. Raises ReshardError."""
+    """Return the job of the ranks, after every check that is possible before they run. Raises ReshardError."""
     device, job = device_of(options), _job(original, shards, options)
     world = job.plan.mesh.size
     check_ranks(world)
@@ -63,7 +63,7 @@ def prepare(original: Source | Unmerged, shards: Source, options: ForwardOptions
 
 
 def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
-    """Start the ranks, and compare what they found. Raises ReshardError."""
+    """Start the ranks, and compare their results. Raises ReshardError."""
     device, world, options = device_of(job.options), job.plan.mesh.size, job.options
     progress(f"starting {plural(world, 'rank')}, {device}: {needs_of(job, device).headline}")
     # They import transformers.
@@ -82,7 +82,9 @@ def run(job: Job, progress: Progress = lambda _: None) -> ForwardReport:
 
 
 def needs(original: Source | Unmerged, shards: Source, options: ForwardOptions = DEFAULTS) -> Needs:
-    """What a comparison would take: everything but the run is checked. Raises ReshardError."""
+    """Return the memory that a comparison needs, after every check that is possible without a run. Raises
+    ReshardError.
+    """
     return needs_of(_job(original, shards, options), device_of(options))
 
 
@@ -153,14 +155,16 @@ def _check_kinds(original: Source, shards: Source) -> None:
         raise CheckpointError(f"{original.path} is an adapter: it runs beside the model that it changes, not alone")
     if shards.plan.mesh.same_ranks and len({degree for name, degree in shards.plan.mesh.degrees if name != "pp"}) > 1:
         raise ReshardError(
-            f"{shards.path}: experts are divided over more or fewer ranks than all else ({shards.plan.mesh}), which "
+            f"{shards.path}: experts are divided over more or fewer ranks than the rest ({shards.plan.mesh}), which "
             "the forward pass does not run",
             BYTES_ALONE,
         )
 
 
 def _is_loaded(original: Source) -> bool:
-    """Whether transformers loads the tensors that are meant from the folder of an original, under their names there."""
+    """Whether transformers loads exactly the chosen tensors from an original's folder, under the names that they have
+    there.
+    """
     checkpoint, folder = original.checkpoint, local_path(original.path)
     if checkpoint is None or checkpoint.note or checkpoint.renamed:
         return False

@@ -1,4 +1,4 @@
-"""What the ranks are given, and what they find."""
+"""The job that ranks are given, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from reshard.verify.run_settings import RunSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions(RunSettings):
-    """What to run. ``draws`` is how many more samples of the original's rounding are taken at first."""
+    """Settings of a run. ``draws`` is the number of further samples of the original's rounding that are taken
+    at first.
+    """
 
     draws: int = 7
 
@@ -59,12 +61,12 @@ class Job:
 
 
 def run_plan(shards: Source) -> Plan:
-    """The plan by which shards are run: their own, or, of chunks, which any mesh loads, that of the whole model."""
+    """Return the plan for a run of shards: their own or, for chunks, which any mesh loads, that of the whole model."""
     return shards.plan if shards.chunks is None else make_plan(shards.plan.model, UNSPLIT)
 
 
 def is_loaded(shards: Source) -> bool:
-    """Whether transformers loads a rank's own folder, or else one that is written first."""
+    """Whether transformers loads a rank's own folder; if not, a folder is written for it first."""
     return shards.format.plain and (shards.checkpoint is None or not shards.checkpoint.renamed)
 
 
@@ -116,12 +118,12 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What ran, and how: what the original's run says of it, and what that of the shards adds.
+    """A run and its circumstances: first the findings of the original's run, then those of the shards'.
 
-    ``reason`` says what was not on a device, and why. ``repeated``, of an accelerator, is how far the original's run
-    was from the same run before, over the noise. ``unused`` are tensors that the original's model does not use; ``cut``
-    are parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio in the
-    model's own dtype, where float32 decided.
+    ``reason`` says what was not on a device, and why. ``repeated``, on an accelerator, is the distance of the
+    original's run from a repetition of it, over the noise. ``unused`` are tensors that the original's model does not
+    use; ``cut`` are parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio
+    in the model's own dtype, if float32 decided.
     """
 
     batch: int
@@ -143,10 +145,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the original did, as rank 0 sends it to all.
+    """The results of the original's run, as rank 0 sends them to all.
 
-    ``effects`` has, of an adapter, the ratio of error to noise that the base model without it would have at each place;
-    ``outputs`` are the places at which a model's outputs are.
+    ``effects``, for an adapter, has the ratio of error to noise that the base model without it would have at each
+    place; ``outputs`` are the places at which a model's outputs are.
     """
 
     run: Run
@@ -163,7 +165,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Run):
-    """What a rank found. ``logits`` and ``biases`` from rank 0 alone."""
+    """The results of one rank. Only rank 0 has ``logits`` and ``biases``."""
 
     rank: int
     rows: tuple[tuple[str, Distance], ...]
@@ -175,8 +177,9 @@ class Result(Run):
 
 @dataclass(frozen=True, repr=False)
 class Needs(Printed):
-    """What a comparison takes: ``original`` bytes on the first device, in one dtype after the other, and then ``ranks``
-    bytes on each; of weights, and their gradients if these are compared. ``files`` are written into a temporary folder.
+    """The memory that a comparison needs, for weights (and their gradients if these are compared): ``original`` bytes
+    on the first device, in one dtype after the other, and then ``ranks`` bytes on each. ``files`` bytes are written
+    into a temporary folder.
     """
 
     mesh: str
@@ -192,7 +195,8 @@ class Needs(Printed):
     def headline(self) -> str:
         """The bytes."""
         per_device = " on each device" if len(self.ranks) > 1 else ""
-        return f"original {human_bytes(self.original)}, then ranks {human_bytes(max(self.ranks))}{per_device}"
+        ranks = f"{human_bytes(max(self.ranks))} for the ranks{per_device}"
+        return f"{human_bytes(self.original)} for the original, then {ranks}"
 
     def to_text(self, width: int | None = None) -> str:
         """All of it, in one line."""
@@ -202,12 +206,12 @@ class Needs(Printed):
 
 
 def needs_of(job: Job, kind: str) -> Needs:
-    """What a comparison takes on devices of a kind. Activations are not counted, nor what torch itself takes."""
+    """Return the memory that a comparison needs on devices of a kind, without activations and torch's own."""
     plan, options = job.plan, job.options
     copies, size = 1 + options.backward, plan.mesh.size
 
     def numbers(parts: Mapping[Kind, Kind | Box]) -> int:
-        """Of all weights; of the largest block if one is there at a time."""
+        """Return the number of elements of all weights or, if one block is loaded at a time, of the largest block."""
         counts = Counter[object]()
         for name, kind, at in plan.model.tensors:
             if kind in parts:

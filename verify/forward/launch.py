@@ -35,7 +35,7 @@ DEFAULT_TIMEOUT = 120.0
 
 
 def is_launched() -> bool:
-    """Whether another launcher (such as torchrun) started this process as a rank."""
+    """Whether another launcher (such as torchrun) started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

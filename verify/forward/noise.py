@@ -1,13 +1,13 @@
-"""What counts as equal: not a guessed tolerance, but the model's own rounding, measured.
+"""The limit of what counts as equal: not a guessed tolerance, but the model's own rounding, measured.
 
 The same tokens go through the original in its own dtype, the original in higher precision, and the shards in the
-original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how
-far the third is from the second. Sharding changes the order of sums, and rounds the parts of a sum that ranks have,
-which may be larger than the sum: the error must stay within ``LIMIT`` times the noise.
+original's dtype. At each place in the model the *noise* is how far the first is from the second, the *error* how far
+the third is from the second. Sharding changes the order of sums, and the partial sums of ranks are rounded, which may
+be larger than the whole sum: the error must stay within ``LIMIT`` times the noise.
 
 One run in the own dtype is one sample of the rounding. It says little about a token whose rounding happens to cancel,
 or about one where a norm of something tiny magnifies it. So the rounding is drawn a few times more, every second time
-with the parts of sums that ranks have (see verify/rank/trace.py), and the noise is the largest of the draws.
+with partial sums like those of ranks (see verify/rank/trace.py), and the noise is the largest of the draws.
 
 A fault may touch everything a little, or one token or one channel a lot. So each distance is taken three ways: over all
 elements, the largest over tokens, and the largest over channels. Each is a root mean square over the rest, so that it
@@ -45,7 +45,7 @@ FLOOR = 0.25
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the shards are from the exact run at one place: ``noise`` and ``error`` relative to its root mean
+    """The distance of the shards from the exact run at one place: ``noise`` and ``error`` relative to its root mean
     square.
 
     ``ratio`` is the largest error over noise of the three ways; ``worst`` says where it is: ``all``, ``token 5`` or
@@ -80,7 +80,9 @@ class Yardstick:
 
 
 class Noise(NamedTuple):
-    """How far a run is from the exact one at one place: root mean squares of all elements, each token, each channel."""
+    """The distance of a run from the exact one at one place: root mean squares of all elements, each token, each
+    channel.
+    """
 
     of_all: float
     of_token: Tensor
@@ -132,7 +134,7 @@ def _difference(state: Tensor, exact: Tensor) -> Tensor:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Rows of channels in float64; what is near the end of its dtype's range (masks) counts as infinite."""
+    """Return rows of channels in float64. Values near the end of the dtype's range (masks) count as infinite."""
     wide = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1] if x.dim() else 1)
     end = min(torch.finfo(x.dtype).max / 4, 1e30)
     return wide.masked_fill(wide >= end, math.inf).masked_fill(wide <= -end, -math.inf)

@@ -31,11 +31,13 @@ from reshard.verify.rank.trace import Places, Trace, blocks_of, inputs_of, is_ch
 from reshard.verify.run_settings import BYTES_ALONE
 
 Inputs = Mapping[str, torch.Tensor]
-"""What a model's forward takes."""
+"""Arguments of a model's forward."""
 
 
 def reference_of(job: Job, device: torch.device) -> Reference:
-    """What the original computes. Raises CheckpointError if it cannot be run, or nothing can be compared with it."""
+    """Run the original, and return its results. Raises CheckpointError if it cannot be run, or nothing can be
+    compared.
+    """
     with temporary_folder("reshard-original-") as written:
         folder = local_folder(job.original.path)
         if job.is_written:
@@ -255,7 +257,9 @@ def _refusing(job: Job) -> Iterator[None]:
 
 
 def _fits(job: Job, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the model fits, with its gradients if they are asked for, and a fifth of it for what it computes."""
+    """Whether the model fits into the free memory, with its gradients if they are wanted, and a fifth more for
+    activations.
+    """
     numbers = sum(math.prod(layout.full) for layout in job.plan.layouts.values())
     return numbers * dtype.itemsize * (2.2 if job.options.backward else 1.2) < free(device)
 

@@ -1,4 +1,4 @@
-"""What the comparison of shards with their original says: measured at each place, and in words.
+"""The report of a comparison of shards with their original: measured at each place, and in words.
 
 The limit is in ``noise.py``, with its reason. ``verify/report`` combines this report with that of the bytes.
 """
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an adapter changes: the largest ratio, at ``place``, that the outputs would have without it.
+    """The effect of an adapter: the largest ratio that the outputs would have without it, at ``place``.
 
     ``is_seen``: it is above the limit, so shards without the adapter would be different.
     """
@@ -54,7 +54,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Power:
-    """How small a fault the run would have shown.
+    """The smallest fault that the run would have shown.
 
     ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` is the part of the
     values that a fault must change there to be seen. ``bias_ratio`` is the smallest ratio that a bias of a row-parallel
@@ -72,8 +72,8 @@ class Power:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardReport(Run):
-    """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit or the shards' model had
-    a ``failure``; and what was run, on which devices.
+    """The answer: ``is_same``, or ``first``, the first place where the error exceeds the limit, or the ``failure`` of
+    the shards' model; with the settings of the run, and its devices.
     """
 
     is_same: bool
@@ -94,8 +94,8 @@ class ForwardReport(Run):
 
 
 def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport:
-    """The report of what the ranks found, in rank order. If the run failed, it has only the result of the rank that
-    failed.
+    """Combine the ranks' results, in rank order, into a report. After a failure there is only the failed rank's
+    result.
     """
     result, own = results[0], dtype_name(job.dtype)
     if result.alarm is not None:
@@ -146,7 +146,7 @@ def report_of(job: Job, results: Sequence[Result], device: str) -> ForwardReport
 
 
 def _reason(job: Job, device: str, result: Result) -> str | None:
-    """Why something was not on a device: all, the run in higher precision, or what ranks send to each other."""
+    """Return the reason why something was not on a device: all, the run in higher precision, or the ranks' messages."""
     why = [result.reason] if result.reason else []
     if device != "cpu" and result.backend == "gloo":
         ranks = os.environ.get("LOCAL_WORLD_SIZE", job.plan.mesh.size)
@@ -167,7 +167,7 @@ def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[
 
 
 def _effect(result: Result) -> Effect | None:
-    """What an adapter changes of the outputs, if the original is run with one."""
+    """Return the effect of the adapter on the outputs; None if the original is run without one."""
     if not result.effects:
         return None
     place = max(result.outputs, key=lambda name: result.effects[name])
@@ -194,8 +194,8 @@ def _verdict(
 ) -> str:
     if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)
-        text = "The forward pass sees no difference: no error exceeds "
-        text += f"{largest:.2f} times the original's own rounding noise."
+        text = f"The forward pass sees no difference: the worst place has {largest:.2f} times the original's own "
+        text += f"rounding noise; the limit is {LIMIT:g}."
         return f"{text} {_effect_in_words(effect)}" if effect is not None else text
     parts = []
     if first is not None:
@@ -220,7 +220,7 @@ def _failure_in_words(failure: Failure) -> str:
     where = f"in '{failure.place}', " if failure.place else ""
     text = f"rank {failure.rank} fails {where}where the original does not ({failure.message})."
     if failure.tensor and failure.is_gathered:
-        text += f" No weight takes as its input what the rule '{failure.rule}' deals of '{failure.tensor}'."
+        text += f" No weight takes as its input the part of '{failure.tensor}' that '{failure.rule}' gives a rank."
     elif failure.tensor:
         text += (
             f" The rule '{failure.rule}' of '{failure.tensor}' does not go with the sizes that [config] and [modules] "

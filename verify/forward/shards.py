@@ -1,4 +1,6 @@
-"""What each rank does: it runs its own shards on the original's tokens, and measures how far they are from it."""
+"""The work of each rank: it runs its own shards on the original's tokens, and measures their distance from the
+original.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def _folder_of(job: Job, rank: int, offload: Path) -> Path:
 
 
 def _result(reference: Reference, trace: Trace, started: float, **more: Any) -> Result:
-    """What this rank found, with the distance at each place that its run came to."""
+    """Return the findings of this rank, with the distance at each place that its run came to."""
     states = {name: (trace.states.get(name), expected) for name, expected in reference.states.items()}
     rows = tuple((name, measure(state, at)) for name, (state, at) in states.items() if _is_alike(state, at))
     ours = {"overruled": trace.overruled, "backend": world().backend, "seconds": time.monotonic() - started, **more}
@@ -145,7 +147,7 @@ def _result(reference: Reference, trace: Trace, started: float, **more: Any) -> 
 
 
 def _biases_twice(places: Places, trace: Trace, reference: Reference) -> tuple[tuple[str, float], ...]:
-    """What each bias of a row-parallel weight would have measured if two ranks had added it."""
+    """Return the ratio for each bias of a row-parallel weight if two ranks had added it."""
     ratios = []
     for name, module in places.others.items():
         bias, state = getattr(module, "bias", None), trace.states.get(name)
@@ -234,14 +236,14 @@ def _histogram(error: torch.Tensor, noise: torch.Tensor, bins: int = 41) -> tupl
 
 
 def is_of_model(error: Exception) -> bool:
-    """Whether the cause of an error is the model, not the machine or another rank."""
+    """Whether the model caused an error, and not the machine or another rank."""
     if isinstance(error, ReshardError):
         return isinstance(error, UnfitError)
     return not (isinstance(error, OSError) or machine_fault(error) or is_of_collective(error))
 
 
 def failure_of(error: Exception, plan: Plan, path: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> Failure:
-    """Where the shards' model failed, and which tensor's rule does not fit there."""
+    """Return the place at which the shards' model failed, and the tensor whose rule does not fit there."""
     place, tensor, is_gathered = path[-1] if path else "", None, False
     if isinstance(error, UnfitError):
         place, parameter = error.place, error.parameter

@@ -1,4 +1,4 @@
-"""Asks a program's own loader about shards, in the program's Python, and says what it answered.
+"""Asks a program's own loader about shards, in the program's Python, and reports its answer.
 
 Neither placement nor rules of reshard are asked: the witness gets two folders and the degrees of a mesh.
 """
@@ -37,11 +37,11 @@ class UncheckedFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """What a program's own loader said.
+    """The answer of a program's own loader.
 
     ``name`` is the program with its version. ``ranks`` were played and have so many ``tensors``, of which some are
-    ``loaded``, the others ``constants``; a line for each of the ``differences``. ``ignored`` are names that the program
-    takes from neither folder. ``unchecked`` says why not all could be asked.
+    ``loaded``, the others ``constants``; ``differences`` has one line for each tensor that differs. ``ignored`` are
+    names that the program takes from neither folder. ``unchecked`` says why not all could be asked.
     """
 
     name: str
@@ -55,7 +55,7 @@ class LoaderReport:
 
     @property
     def is_same(self) -> bool:
-        """Whether no difference was found, in what was asked."""
+        """Whether no tensor differs among those that were asked about."""
         return not self.differences
 
     @property
@@ -76,7 +76,7 @@ class LoaderReport:
         return text
 
     def __str__(self) -> str:
-        """What is printed of it above the verdict."""
+        """The lines that are printed above the verdict."""
         found = "the same" if self.is_same else f"{plural(len(self.differences), 'tensor')} differ"
         found = "unchecked" if self.is_same and self.unchecked else found
         head = f"loader: {self.name}, {plural(self.ranks, 'rank')}, {plural(self.tensors, 'tensor')}: {found}"

@@ -52,7 +52,7 @@ class _Nobody:
 
 
 def prepare(request: Request) -> str:
-    """Import vLLM, and replace what chooses kernels."""
+    """Import vLLM, and replace its functions that choose kernels."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_CACHE_ROOT"] = request.scratch  # answers of another version may be in the user's own

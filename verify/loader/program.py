@@ -50,7 +50,7 @@ class Program(Protocol):
     """A file of this room that is named ``in_`` and the program: all that is known of it."""
 
     def prepare(self, request: Request) -> str:
-        """Import the program and replace what asks for a device; its name and version."""
+        """Import the program, and replace its functions that ask for a device. Returns its name and version."""
 
     def ranks(self, request: Request) -> Iterator[Rank]:
         """Each rank, built, while the process is that rank."""

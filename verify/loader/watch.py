@@ -1,4 +1,5 @@
-"""Compares files with what a loader writes into a model, as it writes, and judges what it leaves alone.
+"""Compares files with the values that a loader writes into a model, as it writes, and judges those that it leaves
+alone.
 
 The model lies in memory that was reserved and is never touched: what is copied into a large tensor is compared at once
 with the same elements of the file, bit for bit, and not written. What a loader computes of the checkpoint is computed,
@@ -28,17 +29,17 @@ _RESERVED = frozenset([_ATEN.empty.memory_format, _ATEN.empty_strided.default, _
                        _ATEN.empty_like.default])  # fmt: skip
 _FILLS = frozenset([_ATEN.fill_.Scalar, _ATEN.fill_.Tensor])
 _OUTSIDE = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
-"""What gives memory away: torch does not see who writes there."""
+"""Functions that give memory away: torch does not see who writes there."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNTOUCHED, _EQUAL, _OTHER = 0, 1, 2
 
 
 class NotFollowedError(Exception):
-    """The loader does something with a tensor of the model of which nobody can say what will be in it."""
+    """The loader does something with a model's tensor after which its content cannot be known."""
 
 
 class Creation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which memory is reserved and not written while a model is built: what it holds is nobody's choice."""
+    """Records memory that is reserved and not written while a model is built: its content is left to chance."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class Creation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def leaves_to_chance(self, name: str, tensor: Tensor) -> bool:
-        """Whether nothing of a tensor was written. Raises NotFollowedError if a part was."""
+        """Whether a tensor was left unwritten. Raises NotFollowedError if a part of it was written."""
         _, is_written = self._reserved.get(memory(tensor), (None, None))
         if is_written:
             raise NotFollowedError(f"a part of '{name}' is filled when the model is built")
@@ -102,7 +103,7 @@ class Room:
         return self._marks
 
     def differences(self, after: Tensor, leaves_to_chance: bool) -> Iterator[str]:
-        """How the shards' tensor differs from what the model has after loading, which has its shape and dtype."""
+        """Yield the differences of the shards' tensor from the loaded model's, which has the same shape and dtype."""
         assert self._flat is not None
         marks, now = self.marks(), after.detach().reshape(-1)
         wrong, rest = marks == _OTHER, marks == _UNTOUCHED
@@ -119,7 +120,7 @@ class Room:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catches what a loader writes into the rooms."""
+    """Catches a loader's writes into the rooms."""
 
     def __init__(self, rooms: Mapping[int, Room]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,19 +168,19 @@ class _NoNumpy(TorchFunctionMode):
 
 @contextmanager
 def followed(rooms: Mapping[int, Room]) -> Iterator[None]:
-    """Follow what a loader does in the block. Raises NotFollowedError there."""
+    """Follow a loader's operations in the block. Raises NotFollowedError there."""
     with _NoNumpy(rooms), Watch(rooms):
         yield
 
 
 def unfit(tensor: Tensor, stored: Tensor) -> str | None:
-    """How the shards' tensor has another shape or dtype than the model's."""
+    """Return the difference in shape or dtype between the shards' tensor and the model's; None if there is none."""
     own, theirs = ((str(each.dtype).removeprefix("torch."), [*each.shape]) for each in (stored, tensor))
     return None if own == theirs else f"{own[0]} {own[1]}, the engine has {theirs[0]} {theirs[1]}"
 
 
 def unlike(one: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype have other bits, as a flat mask."""
+    """Return a flat mask of the elements whose bits differ between two tensors of equal shape and dtype."""
     bits = _BITS[one.element_size()]
     a, b = (each.detach().reshape(-1).contiguous().view(bits) for each in (one, other))
     return a != b

@@ -33,8 +33,9 @@ from reshard.verify.loader.watch import (
 
 @dataclass
 class Judgement:
-    """Of one rank: how many tensors the loader fills, at least in part, how many it leaves as they were built, and a
-    line for each that differs. ``ignored``: what it takes from neither folder.
+    """The judgement on one rank: the number of tensors that the loader fills, at least in part, the number of those
+    that it leaves as they were built, and a line for each that differs. ``ignored`` are tensors that it takes from
+    neither folder.
     """
 
     rank: str
@@ -45,7 +46,7 @@ class Judgement:
 
 
 def judge(rank: Rank, small: int = SMALL) -> Judgement:
-    """Let a rank's loader load the original, and compare the shards with what it makes. Raises NotFollowedError."""
+    """Let a rank's loader load the original, and compare the shards with the loaded model. Raises NotFollowedError."""
     rooms = dict[int, Room]()
     for name, tensor in rank.held().items():
         if tensor.numel():
@@ -84,7 +85,7 @@ def _differences(
 
 
 def answer(request: Request) -> dict[str, Any]:
-    """What the loader says of each rank; ``stopped`` says what ended it early, in the program's own words."""
+    """Ask the loader about each rank. ``stopped`` says what ended it early, in the program's own words."""
     found: dict[str, Any] = {"name": request.program, "ranks": [], "stopped": None}
     doing = f"reshard does not know the inside of the {request.program} that is installed there"
     try:
@@ -108,7 +109,7 @@ def answer(request: Request) -> dict[str, Any]:
 
 
 def _failed_import(error: BaseException) -> str | None:
-    """Which module's import failed, and its own words, if that is the cause of an error."""
+    """Return the module whose import failed, with the error's own words, if that is the cause; else None."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

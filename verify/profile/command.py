@@ -1,4 +1,4 @@
-"""What ``reshard profile`` does, for a Python caller too."""
+"""The command ``reshard profile``, for a Python caller too."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Time:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds, in bytes: in training, ``gradients`` too, and what the forward pass leaves for the backward
-    one is among the activations.
+    """The memory that a rank needs, in bytes. In training it has ``gradients`` too, and the values that the forward
+    pass leaves for the backward pass count as activations.
     """
 
     weights: int
@@ -110,7 +110,7 @@ def time_of(measured: Sequence[Measured], workload: Workload, counts: Mapping[st
 
 
 def memory_of(weights: int, measured: Sequence[Measured], workload: Workload, counts: Mapping[str, int]) -> Memory:
-    """What the rank that needs most holds of a whole model whose weights on a rank have so many bytes."""
+    """Return the memory of the rank that needs most, for a whole model with ``weights`` bytes of weights on a rank."""
     cache = max(sum(nbytes * counts[part] for part, nbytes in run.cache.items()) for run in measured)
     # A whole model keeps what its forward pass saved of all its layers, and one layer of each kind was run.
     saved = (run.activations + sum(n * (counts[part] - 1) for part, n in run.saved.items()) for run in measured)
@@ -142,9 +142,9 @@ def fit(columns: Sequence[Sequence[float]], times: Sequence[float]) -> list[floa
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs over some ranks: seconds before the first byte, and bytes per second of each rank.
+    """The cost of an all-reduce over some ranks: seconds before the first byte, and bytes per second of each rank.
 
-    ``measured`` are those that it was fitted to: bytes and seconds of each.
+    ``measured`` has the bytes and seconds of the all-reduces to which it was fitted.
     """
 
     ranks: int
@@ -189,7 +189,9 @@ def communication(plan: Plan, workload: Workload, link: Link) -> float:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Why a workload was not run at a degree; ``ran_out``: the ranks have not the memory even for a part of it."""
+    """The reason why a workload was not run at a degree. ``ran_out``: the ranks lack the memory even for a part
+    of it.
+    """
 
     why: str
     ran_out: bool
@@ -218,7 +220,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has the memory."""
+        """Whether a rank has enough memory."""
         return self.memory.total <= self.capacity and not (self.not_run and self.not_run.ran_out)
 
     @property
@@ -228,7 +230,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is from the measurement, relative to that."""
+        """The error of the prediction, relative to the measurement."""
         if self.measured is None or self.predicted is None or not self.measured.seconds:
             return None
         return self.predicted.seconds / self.measured.seconds - 1
@@ -345,12 +347,12 @@ def _best(degrees: Sequence[int], rows_of: Mapping[int, Sequence[Row]]) -> int:
 
 
 def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
-    """How many times as fast a degree is as another, over all workloads."""
+    """Return the speed of a degree as a multiple of another's, over all workloads."""
     return statistics.geometric_mean(b.rate / a.rate for a, b in zip(few, many, strict=True))
 
 
 def _larger(few: Sequence[Row], many: Sequence[Row]) -> str:
-    """What a larger degree would bring."""
+    """Return a clause on the gain of a larger degree."""
     share, gain = max(row.time.share for row in many if row.time), _gain(few, many) - 1
     spends, gains, is_slower = ("spends", "gains", "is") if all(row.measured for row in many) else (
         "is predicted to spend", "gain", "be")  # fmt: skip
@@ -372,5 +374,5 @@ def _none_fits(rows: Sequence[Row]) -> str:
 
 
 def _left_out(rows: Sequence[Row]) -> str:
-    """What a rank holds in training and these bytes do not have."""
+    """Return a note on what ranks hold in training besides these bytes; "" if nothing."""
     return " without optimizer states" if any(row.workload.phase == "train" for row in rows) else ""

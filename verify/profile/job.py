@@ -1,4 +1,4 @@
-"""What the ranks are asked to measure, and what they found: pure data, which is pickled."""
+"""The job that ranks are given to measure, and their results: pure data, which is pickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LayerKind:
 
     @property
     def part(self) -> str:
-        """What the part of a measurement is called that is of such a layer."""
+        """The name of such a layer in measurements."""
         return f"layer {self.first}"
 
 
@@ -65,10 +65,11 @@ PHASES = ("decode", "prefill", "train")
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs: ``batch`` sequences of ``seq`` tokens.
+    """The work of one step: ``batch`` sequences of ``seq`` tokens.
 
     ``decode``: one more token of each sequence, with the keys and values of ``seq`` tokens in the cache. ``prefill``:
-    all tokens at once. ``train``: the same, and the gradients of all weights.
+    all
+    tokens at once. ``train``: the same, and the gradients of all weights.
     """
 
     phase: str
@@ -84,13 +85,13 @@ class Workload:
         return self.batch * (1 if self.phase == "decode" else self.seq)
 
     def takes_as_much_as(self, other: Workload) -> bool:
-        """Whether it takes at least the memory of another of the same phase."""
+        """Whether it needs at least as much memory as another workload of the same phase."""
         return self.phase == other.phase and self.batch >= other.batch and self.seq >= other.seq
 
 
 @dataclass(frozen=True)
 class ProfileRequest(HubAccess):
-    """What ``profile`` takes.
+    """Arguments of ``profile``.
 
     ``source``: a checkpoint, or only its config.json.
     ``tp``: the degrees to run, by default all that are possible on ``ranks`` ranks.
@@ -128,17 +129,17 @@ class ProfileRequest(HubAccess):
         if unknown := [phase for phase in self.phase if phase not in PHASES]:
             raise refused("phase", unknown[0], f"it is one of {', '.join(PHASES)}")
         if self.link is not None and not self.predict_tp:
-            raise refused("link", None, "no degree is to be predicted", instead=({"predict_tp": "N"},))
+            raise refused("link", None, "it is for predicted degrees", instead=({"predict_tp": "N"},))
 
     @property
     def workloads(self) -> tuple[Workload, ...]:
-        """What runs."""
+        """All workloads: each phase with each batch and sequence length."""
         return tuple(Workload(p, b, s) for p in self.phase for b in self.batch for s in self.seq)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one degree do. ``plan`` has only the first layer of each kind; a measurement is repeated for
+    """The job of one degree's ranks. ``plan`` has only the first layer of each kind; a measurement is repeated for
     ``seconds`` at most.
     """
 
@@ -168,11 +169,11 @@ Step = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured of a workload. Bytes are those of the parts that ran: one layer of each kind.
+    """One rank's measurements of a workload. Bytes are those of the parts that ran: one layer of each kind.
 
     ``work`` has for each part the operations of its multiplications, and the bytes that they read and write.
-    ``activations`` is the most that lived at once besides weights and cache. With gradients, ``saved`` has for each
-    part what its forward pass keeps for the backward pass.
+    ``activations`` are the most bytes that lived at once besides weights and cache. With gradients, ``saved`` has for
+    each part the bytes that its forward pass keeps for the backward pass.
     """
 
     steps: tuple[Step, ...]
@@ -184,7 +185,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank of a degree found; ``exchanges`` has, by their bytes, how many seconds each all-reduce took."""
+    """The results of one rank of a degree. ``exchanges`` has the seconds of each all-reduce, by its bytes."""
 
     measured: Mapping[Workload, Measured]
     exchanges: Mapping[int, Sequence[float]]

@@ -96,7 +96,7 @@ def _figure(
 
 
 def _exchanges(links: Sequence[Document]) -> Mapping[int, Mapping[str, str]]:
-    """By the bytes of an all-reduce its times, beside those that the fitted line has."""
+    """Return the times of each all-reduce, by its bytes: measured and fitted."""
     times: dict[int, dict[str, str]] = {}
     for link in links:
         moved = 2 * (link["ranks"] - 1) / link["ranks"] / link["bandwidth"]

@@ -35,7 +35,7 @@ RESERVE = 1_500_000_000
 
 @dataclass(frozen=True)
 class Node:
-    """Where the ranks run: ``cpu`` or an accelerator, how many there may be, and what each has."""
+    """The node on which the ranks run: ``cpu`` or an accelerator, the most ranks, and the threads and cores of each."""
 
     device: str
     ranks: int

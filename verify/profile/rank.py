@@ -1,4 +1,4 @@
-"""What each rank of a degree does: it builds its blocks, and times them in each phase.
+"""The work of each rank of a degree: it builds its blocks, and times them in each phase.
 
 Its clocks say what a step spends in which part of the model, in computing and in collectives. On a CPU the ranks meet
 before each collective, so that its time is that of the exchange and not of waiting for a slower rank. On a GPU events
@@ -65,7 +65,7 @@ class Meter(Carrier):
         return sent
 
     def enter(self, part: str) -> None:
-        """What follows belongs to this part of the model; of an empty name, to none."""
+        """Count the following work for this part of the model; for none if the name is empty."""
         self.part = part
         self._begin("compute")
 
@@ -105,11 +105,11 @@ _FLOPS = {
 
 
 class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """How many bytes the tensors have that were made in its block and still live: now, and at most. And the ``work`` of
-    each part of the model: the operations of its multiplications, and the bytes that they read and write.
+    """Counts the bytes of tensors that were made in its block and still live, now and at most; and the ``work`` of each
+    part of the model: the operations of its multiplications, and the bytes that they read and write.
 
-    Whatever the device; scratch memory inside of a kernel is not seen. What is left out (:meth:`leave_out`) counts at
-    no time, also not before that was said. ``part`` tells which part of the model runs.
+    It works on any device; scratch memory inside of a kernel is not seen. A tensor that is left out (:meth:`leave_out`)
+    never counts, also not for the time before. ``part`` is the part of the model that runs.
     """
 
     def __init__(self, part: Callable[[], str] = str) -> None:
@@ -219,7 +219,7 @@ def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: in
 
 
 def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
-    """Whether runs that took ``elapsed`` seconds are enough: these are over, or their middle half is close."""
+    """Whether the runs so far are enough: ``seconds`` have passed, or their middle half varies little."""
     few = 2 if elapsed > seconds * len(steps) else 3  # runs that are long by themselves vary little
     if len(steps) >= _MOST or elapsed > seconds:
         return len(steps) >= few

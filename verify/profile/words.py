@@ -19,7 +19,7 @@ STEP = {
     "prefill": "all tokens at once",
     "train": "forward and backward, without optimizer states",
 }
-"""What a step of each phase computes."""
+"""The work of a step in each phase."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,7 +96,7 @@ def _cells(row: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
 
 
 def _differences(rows: Sequence[Row]) -> Iterator[str]:
-    """Where the ranks sum more, or less, than the plan states."""
+    """Yield a line for each degree at which the ranks sum more, or less, than the plan states."""
     for row in rows:
         if row.measured is not None and row.measured.reduced != row.stated:
             reduced, stated = (nbytes // row.workload.tokens for nbytes in (row.measured.reduced, row.stated))
@@ -104,7 +104,7 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def error_text(error: float | None) -> str:
-    """How far a predicted time is from the measured one, relative to that; a dash for None."""
+    """Return the error of a predicted time in words, relative to the measured one; a dash for None."""
     if error is None:
         return "–"
     return f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"

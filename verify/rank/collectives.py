@@ -38,7 +38,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Carrier:
-    """How sums and gathers travel; a subclass may time them, or sum 16-bit tensors as they are."""
+    """The transport of sums and gathers. A subclass may time them, or sum 16-bit tensors as they are."""
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which tensors of a dtype are sent and summed."""
@@ -96,13 +96,13 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, *, lengths: Sequenc
 
 
 def places_among(parts: Iterable[Iterable[int]], length: int) -> Tensor:
-    """Where each of ``length`` indices lies among the ranks' parts, one after the other; of several, in the first."""
+    """Return the place of each of ``length`` indices in the joined parts of the ranks; of several places, the first."""
     places = {index: place for place, index in reversed([*enumerate(chain(*parts))])}
     return torch.tensor([places[index] for index in range(length)])
 
 
 def lengths_in_group(x: Tensor, group: Group, dim: int = -1) -> list[int]:
-    """How long each rank's slice ``x`` is along ``dim``, in rank order."""
+    """Return the length of each rank's slice ``x`` along ``dim``, in rank order."""
     return [int(length) for length in group.all_gather(torch.tensor([x.shape[dim]], device=x.device))]
 
 
@@ -134,7 +134,9 @@ class Groups:
         return next(along for along, other in self._groups.items() if other is group)
 
     def is_first(self, dimensions: AbstractSet[str]) -> bool:
-        """Whether this rank is the first of those that have the same, where these dimensions have different things."""
+        """Whether this rank is the first of those that hold the same part, if parts differ along ``dimensions``
+        only.
+        """
         rank = world().rank - self._first
         return self._mesh.peers(rank, frozenset(self._mesh.dimensions) - dimensions)[0] == rank
 

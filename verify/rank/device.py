@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> str | None:
-    """What torch calls the accelerator of this machine, ``cuda`` of ROCm too; None without one.
+    """Return torch's name of this machine's accelerator (``cuda`` for ROCm too); None without one.
 
     Apple's MPS counts as none: it is one device, without float64, of which torch does not say how much is free.
     """
@@ -58,12 +58,14 @@ def use(device: torch.device) -> None:
 
 
 def backend(kind: str, ranks: int) -> str:
-    """How ``ranks`` processes of this machine send: as is usual for a kind, or by gloo where several share a device."""
+    """Return the backend of ``ranks`` processes on this machine: the device's usual one, or gloo if several share a
+    device.
+    """
     return dist.get_default_backend_for_device(kind) if kind != "cpu" and ranks <= count(kind) else "gloo"
 
 
 def names(kind: str, ranks: int) -> str:
-    """What the devices of so many ranks are called."""
+    """Return the names of the devices of so many ranks."""
     if kind == "cpu":
         return "cpu"
     module = torch.get_device_module(kind)
@@ -105,8 +107,8 @@ class Now:
 
 
 def stream(kind: str) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """What makes a mark of time on the current stream (``record``, ``elapsed_time`` in milliseconds), and what waits
-    until the device has done all.
+    """Return two functions: one makes an event that marks the time on the current stream (``record``, ``elapsed_time``
+    in milliseconds), the other waits until the device has done everything.
     """
     if kind == "cpu":
         return Now, lambda: None
@@ -115,12 +117,12 @@ def stream(kind: str) -> tuple[Callable[[], Any], Callable[[], None]]:
 
 
 def is_noisy(device: torch.device) -> bool:
-    """Whether a run may differ from the same run before: accelerators add some sums in the order of arrival."""
+    """Whether two equal runs may differ: accelerators add some sums in the order of arrival."""
     return device.type != "cpu"
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Whether devices compute in bfloat16; old GPUs of CUDA imitate it."""
+    """Whether devices of a kind compute in bfloat16 themselves; old CUDA GPUs imitate it."""
     return kind != "cuda" or torch.cuda.is_bf16_supported(False)
 
 

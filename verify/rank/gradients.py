@@ -91,15 +91,15 @@ def _needs(
 
 
 def _is_summed_once(node: Any, used: Sequence[Along]) -> bool:
-    """Whether all that use a value need the same sum, so that it is done once, on its way into the node.
+    """Whether all users of a value need the same sum, so that it is done once, on its way into the node.
 
-    Not of a weight: its node outlives the graph, and what is registered there would be done again in the next one.
+    False for a weight: its node outlives the graph, and a hook on it would run again in the next graph.
     """
     return len({*used}) == 1 and bool(used[0]) and type(node).__name__ != "AccumulateGrad"
 
 
 def _passes_on(node: Any, used: Sequence[frozenset[str]]) -> bool:
-    """Whether a sum that a node's gradient needs is left to the node before it."""
+    """Whether the sum for a node's gradient is left to the node before it."""
     return _is_summed_once(node, used) and type(node).__name__ in _KEEPS_ALL and node.next_functions[0][0] is not None
 
 
@@ -134,7 +134,7 @@ def _parted(results: Sequence[Tensor], parts: Parts, groups: Groups) -> dict[Any
 
 
 def _makes(node: Any) -> str | None:
-    """Whether a node is a collective that makes a part or a whole value."""
+    """Return ``part`` or ``whole`` if a node is a collective that makes such a value; else None."""
     return getattr(node, "makes", None)
 
 

@@ -86,7 +86,7 @@ class RankAnswer(Exception):  # noqa: N818
 
 
 class Wait(NamedTuple):
-    """Where a rank waits, and until when."""
+    """A rank's wait: the place where it waits, and the condition that ends it."""
 
     place: str
     until: Callable[[], bool]
@@ -254,7 +254,7 @@ class ThreadGroup:
         return [values[rank] for rank in range(self.size)]
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """What the first rank makes, to be read only. Ranks wait without a limit."""
+        """Return the value that the first rank makes, to be read only. Ranks wait without a limit."""
         self._turns.is_alone = self.rank == 0
         value = make() if self.rank == 0 else None
         self._turns.is_alone = False
@@ -320,48 +320,48 @@ class ProcessGroup:
             self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As of threads."""
+        """Return the sum over all ranks (see ``ThreadGroup``)."""
         total = x.to(self._sends_on)
         dist.all_reduce(total, group=self._group)
         return total.to(x.device)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """As of threads."""
+        """Return the tensors of all ranks (see ``ThreadGroup``)."""
         sent = x.to(self._sends_on)
         parts = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(parts, sent, group=self._group)
         return [part.to(x.device) for part in parts]
 
     def gather(self, value: Any) -> list[Any]:
-        """As of threads."""
+        """Return the values of all ranks (see ``ThreadGroup``)."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._patient)
         return values
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """As of threads."""
+        """Return the value that the first rank makes (see ``ThreadGroup``)."""
         values = [make() if self.rank == 0 else None]
         dist.broadcast_object_list(values, src=0, group=self._patient)
         return values[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """As of threads."""
+        """Return the values of all ranks on the first rank (see ``ThreadGroup``)."""
         values: list[Any] = [None] * self.size
         dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self._patient)
         return values
 
     def send(self, value: Any, to: int) -> None:
-        """As of threads."""
+        """Send a value to another rank (see ``ThreadGroup``)."""
         dist.send_object_list([value], dst=to, group=self._messages)
 
     def receive(self, sender: int) -> Any:
-        """As of threads."""
+        """Receive a value from another rank (see ``ThreadGroup``)."""
         values: list[Any] = [None]
         dist.recv_object_list(values, src=sender, group=self._messages)
         return values[0]
 
     def some(self, members: Sequence[int]) -> ProcessGroup | None:
-        """As of threads."""
+        """Return the group of some of the ranks; None on all others (see ``ThreadGroup``)."""
         group = dist.new_group([*members], timeout=self._timeout)
         seconds = self._timeout.total_seconds()
         return ProcessGroup(self.device, seconds, group, is_all=False) if self.rank in members else None
@@ -385,13 +385,13 @@ _SIGNS = {
 
 
 def machine_fault(error: BaseException | str) -> str | None:
-    """What failed of the machine, ``MEMORY`` or ``GPU``, if an error or the text of one says so; else None."""
+    """Return ``MEMORY`` or ``GPU`` if an error, or the text of one, says that this failed in the machine; else None."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return next((fault for fault, signs in _SIGNS.items() if any(sign in text for sign in signs)), None)
 
 
 def explained(error: BaseException, rank: int, world_size: int) -> RankAnswer | RankError:
-    """What ended a rank, for those who started it."""
+    """Return the error of a rank in words for the process that started it."""
     if isinstance(error, (RankAnswer, RankError)):
         return error
     fault = machine_fault(error)

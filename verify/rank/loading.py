@@ -27,7 +27,9 @@ from reshard.verify.rank.group import machine_fault
 
 @dataclass(frozen=True)
 class Part:
-    """Where a part of a tensor lies in the whole, which has ``length`` indices in its first dimension: at ``start``."""
+    """A part of a tensor: it begins at ``start`` of the first dimension, which has ``length`` indices in the whole
+    tensor.
+    """
 
     start: int
     length: int
@@ -58,9 +60,10 @@ class Loaded:
 
 
 def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How to load a quantized checkpoint with plain weights; of another, nothing is to be said.
+    """Return arguments with which transformers loads a quantized checkpoint with plain weights; none for other
+    checkpoints.
 
-    Raises ReshardError where transformers cannot do that with what is installed.
+    Raises ReshardError if transformers cannot do that with what is installed.
     """
     settings = quantization_settings(config)
     if not settings:
@@ -77,7 +80,9 @@ def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_disk(folder: Path) -> dict[str, Any]:
-    """How to load a model whose weights stay on disk; those that transformers fuses are written into ``folder``."""
+    """Return arguments to load a model whose weights stay on disk; those that transformers fuses are written into
+    ``folder``.
+    """
     return {"device_map": {"": "disk"}, "offload_folder": folder, "offload_buffers": True}
 
 

@@ -72,7 +72,7 @@ def load_rank(
 
 
 def _config_of(folder: Path, rank: Rank) -> Any:
-    """What transformers makes of a rank's own config.json, but for the sizes, which are the whole model's."""
+    """Return transformers' config of a rank's own config.json, but with the sizes of the whole model."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return transformers.AutoConfig.for_model(**settings_of(with_sizes_of_whole(rank.plan, settings)))

@@ -1,4 +1,6 @@
-"""What each parameter of a rank's model is to its module, by the plan's rules for the tensors that it is made of."""
+"""Roles of the parameters of a rank's model in their modules, by the plan's rules for the tensors that they are made
+of.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,18 @@ class Rank:
 
     @property
     def lacks_experts(self) -> bool:
-        """Whether other ranks have experts that this one has not."""
+        """Whether other ranks have experts that this rank lacks."""
         return bool(experts_along(self.plan.mesh)) and self.shapes != self.shapes_with_all_experts
 
 
 @dataclass(frozen=True)
 class Role:
-    """How a parameter is split, a tensor in it with its layout, and what the plan says of all that it is made of.
+    """The role of a parameter: its split, one of its tensors with its layout, and facts about all tensors that it is
+    made of.
 
-    ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that deal
-    its experts. ``is_gathered``: nothing takes its outputs as they are, so they are to be gathered;
-    ``is_taken_whole``: but something takes all of them, which is not dealt with them.
+    ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that divide
+    its experts. ``is_gathered``: no module takes its outputs as they are, so they are gathered. ``is_taken_whole``: a
+    module that is not sharded with it takes all of them.
     """
 
     split: Split
@@ -97,7 +100,7 @@ def roles(plan: Plan, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Role]
 
 
 def positions_of(model: Model) -> int | None:
-    """How many tokens a model has positions for, where it looks these up in a table; None where it computes them."""
+    """Return the number of positions in a model's table of positions; None if it computes them."""
     tables = (
         kind for kind in model.kinds if len(kind.shape) == 2 and kind.rule.dims[0].axes & {"positions", "dpositions"}
     )
@@ -113,7 +116,7 @@ def experts_along(mesh: Mesh) -> frozenset[str]:
 
 
 def expert_shares(rank: Rank, sources: Mapping[str, tuple[str, ...]]) -> dict[str, Share]:
-    """What a rank has of the experts in each parameter of which it has not all."""
+    """Return the rank's share of the experts in each parameter of which it lacks some."""
     plan, experts, shares_of_rank = rank.plan, rank.plan.model.architecture.expert_axes, dict[str, Share]()
     for parameter, names in sources.items():
         if (kind := plan.model.kind_of.get(names[0])) is not None:

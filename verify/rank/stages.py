@@ -30,7 +30,7 @@ from reshard.verify.rank.trace import StageEnd, Trace, blocks_of
 
 
 def plan_of_stage(plan: Plan, stage: int) -> Plan:
-    """What the ranks of one pipeline stage have among themselves, numbered from 0."""
+    """Return the plan of one pipeline stage for its ranks, numbered from 0."""
     if plan.mesh.pp == 1:
         return plan
     mesh, laid = plan.mesh.of_a_stage, dict[Kind, Layout]()
@@ -44,10 +44,14 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
 
 
 class Message(NamedTuple):
-    """What goes from one stage to the next: what stands before the layers returned, by module and call; what the last
-    layer returned; what layers have left for later ones in the lists and tables that they are given (keys and values,
-    where layers share them), by argument; how many choices were made until then. ``parted``: along which mesh
-    dimensions ranks have parts of each tensor of real numbers, where gradients are wanted.
+    """A message from one pipeline stage to the next.
+
+    ``leading``: outputs of the modules before the layers, by module and call.
+    ``output``: the output of the stage's last layer.
+    ``lists``: values that layers left for later ones in lists and tables (keys and values, if layers share them), by
+        argument.
+    ``choices``: the number of choices made so far.
+    ``parted``: for each tensor of real numbers, the mesh dimensions along which ranks have parts of it, for gradients.
     """
 
     leading: dict[str, list[Any]]

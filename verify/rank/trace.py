@@ -1,13 +1,13 @@
-"""What is looked at while a model runs: the hidden states between its blocks, its outputs, and what it chose.
+"""The trace of a running model: the hidden states between its blocks, its outputs, and its choices.
 
 A choice (the experts of a token, the keys that a sparse attention keeps) is a step: two scores that tie within the
 rounding are ranked either way, and all that follows differs. So the high-precision run's choices are kept, and the
-other runs take the same. That hides nothing: the scores that a choice is made from are compared like any hidden
-state, and how often a run would have chosen otherwise is counted.
+other runs take the same. That hides nothing: the scores that a choice is made from are compared like any hidden state,
+and how often a run would have chosen otherwise is counted.
 
-What a model is given to run is the same for the original and all ranks: tokens, and what else its forward asks for. An
-encoder and a decoder take tokens of their own, a speech model takes sound, and a decoder whose encoder is another model
-takes that one's states.
+The inputs are the same for the original and all ranks: tokens, and the other arguments of its forward. An encoder and a
+decoder take tokens of their own, a speech model takes sound, and a decoder whose encoder is another model takes that
+one's states.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trace:
 
 
 def is_choice(name: str) -> bool:
-    """Whether a state is the scores that a choice was made from."""
+    """Whether a state holds the scores from which a choice was made."""
     return re.search(r" choice \d+$", name) is not None
 
 

@@ -50,17 +50,19 @@ class OwnPlan:
 
 
 def power_in_words(forward: ForwardReport) -> str:
-    """How small a fault the run would have shown, and how to see smaller ones where that is poor."""
+    """Return a sentence on the smallest fault that the run would have shown and, if that is poor, on how to see smaller
+    ones.
+    """
     power = forward.power
     assert power is not None
     text = (
-        f"That noise is largest at '{power.place}', {percent(power.noise)} of the values: a fault that changes them "
-        f"by {percent(power.seen_from)} is seen there, and a smaller one elsewhere."
+        f"A fault that changes values by {percent(power.seen_from)} or more would have been seen anywhere "
+        f"(the noise is largest at '{power.place}': {percent(power.noise)})."
     )
     if power.bias_ratio is not None and power.bias_ratio <= forward.factor:
-        text += f" A bias added twice is not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
+        text += f" A bias added twice would not: it measures {ratio(power.bias_ratio)} at '{power.bias_place}'."
     if power.is_poor:
-        text += " That is little power" + ("; --compute-dtype float32 has more." if forward.dtype != "float32" else ".")
+        text += " That is a weak test" + ("; --compute-dtype float32 sees more." if forward.dtype != "float32" else ".")
     return text
 
 
@@ -84,7 +86,7 @@ def _amount(report: ExactReport) -> str:
 
 
 def exact_summary(report: ExactReport) -> str:
-    """What the byte comparison found, in words."""
+    """Return the findings of the byte comparison in words."""
     if report.verdict == "same":
         extra = (
             "nothing missing, nothing extra" if report.is_listed else f"nothing missing, no tensor extra; {NOT_LISTED}"
@@ -110,7 +112,9 @@ def exact_summary(report: ExactReport) -> str:
 
 
 def not_compared(names: Sequence[str]) -> str:
-    """What was not compared: files, where there is no manifest by which they could be, or what the manifest says."""
+    """Return a clause on what was not compared: files, if there is no manifest to compare them by, or the manifest's
+    content.
+    """
     further = f" and {len(names) - 5} more" if len(names) > 5 else ""
     why = "" if any("reshard.json" in name for name in names) else ", as there is no reshard.json"
     return f"not compared{why}: {', '.join(names[:5])}{further}"
@@ -122,7 +126,7 @@ def _stored(difference: FirstDifference | Damage) -> str:
 
 
 def forward_summary(report: ForwardReport) -> str:
-    """What the forward pass (and the backward one) found: tables of places, and the logits beside the original's."""
+    """Return the findings of the forward and backward pass: tables of places, and the logits beside the original's."""
     mesh = read_mesh(report.mesh, "mesh")
     why = f" ({report.reason})" if report.reason else ""
     lines = [
@@ -167,7 +171,7 @@ def _logits(logits: Logits) -> list[str]:
 
 
 def _further(items: Sequence[Any]) -> str:
-    """How many there are besides the first."""
+    """Return a note on the number of items after the first; "" if there is one."""
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
 
@@ -182,12 +186,12 @@ VERDICTS = {"same": 0, "different": 1, "unchecked": 2, "incomplete": 2, "without
 
 @dataclass(repr=False)
 class Answer(Comparison):
-    """What was asked for, and what has been found so far. True only if the ``verdict`` is ``same``;
-    ``raise_if_different()`` raises MismatchError.
+    """A request and its findings so far. True only if the ``verdict`` is ``same``; ``raise_if_different()`` raises
+    MismatchError.
 
     ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
     (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
-    what they rest on, ``seconds`` the time of each part.
+    the grounds of the verdict, ``seconds`` the time of each step.
     """
 
     original: str
@@ -207,7 +211,7 @@ class Answer(Comparison):
 
     @property
     def wants_forward(self) -> bool:
-        """Whether more than the bytes was asked for."""
+        """Whether the forward pass was asked for, too."""
         return "exact_only" not in self.options
 
     @property
@@ -243,7 +247,7 @@ class Answer(Comparison):
             text = not_compared(exact.not_compared)
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
-                parts.append("Whether that plan is right, the forward alone can tell.")
+                parts.append("Only the forward pass can tell if that plan is right.")
         if self.loader is not None:
             parts += filter(None, [self.loader.verdict])
         if forward is not None:
@@ -253,13 +257,13 @@ class Answer(Comparison):
             parts.append(self.engine.verdict)
         if self.error is not None:
             is_of_engine = self.with_engine and (forward is not None or not self.wants_forward)
-            subject = "The engine's run" if is_of_engine else "The forward"
+            subject = "The engine's run" if is_of_engine else "The forward pass"
             subject = "The format" if isinstance(self.error, UncheckedFormatError) else subject
             what = f"{subject if exact is not None else 'It'} could not be checked"
             what = "Not all files are there" if isinstance(self.error, IncompleteError) else what
             parts.append(f"{what}: {self.error.message}")
         if self.evidence and self.verdict != "different":
-            parts.append(f"It rests on {'; '.join(self.evidence)}.")
+            parts.append(f"It rests on: {'; '.join(self.evidence)}.")
         return " ".join(parts) or "Nothing was checked."
 
     @property
@@ -268,7 +272,7 @@ class Answer(Comparison):
         return f"{self.verdict.upper()}: {self.in_words}"
 
     def to_text(self, width: int | None = None, report: Path | None = None) -> str:
-        """What is printed for a person, the verdict last; ``report`` is the page that was written, if one was."""
+        """Return the text for a person, the verdict last; ``report`` is the page that was written, if one was."""
         parts = [str(self.plan)] if self.plan is not None else []
         parts += [exact_summary(self.exact)] if self.exact is not None else []
         parts += [str(self.loader)] if self.loader is not None else []

@@ -1,4 +1,4 @@
-"""What a verdict rests on: the rules, the programs and the earlier comparisons without which it says nothing."""
+"""The grounds of a verdict: the rules, the programs and the earlier comparisons without which it says nothing."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
     """
     name = original.model.architecture.name
     by = f"the plan {answer.plan.name}" if answer.plan is not None else f"the built-in rules of '{name}'"
-    yield f"bytes by {by}"
+    yield f"the bytes, by {by}"
     if original.is_split:
-        yield "the original as a merge of it puts it together"
+        yield "the original, put together by reshard's merge"
     if chosen is not None:
-        yield f"split's own choice of the weights that '{chosen}' leaves alone"
+        yield f"split's choice of the weights that '{chosen}' leaves alone"
     if answer.forward is not None:
         version = answer.forward.versions["transformers"]
-        yield f"a forward by transformers {version} on {answer.forward.device}"
+        yield f"the forward pass, by transformers {version} on {answer.forward.device}"
     else:
-        yield "no forward"
+        yield "no forward pass"
         if shards.stated is not None:
-            yield "split's own sizes of the ranks"
+            yield "ranks' sizes from split"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 
 
 def _of_format(answer: Answer, original: Source, shards: Source) -> str:
-    """How it is known that the program reads the format so."""
+    """Return the evidence that the program reads the format as assumed."""
     if answer.loader is not None and answer.loader.unchecked is None:
         return f"as {answer.loader.name}'s own loader has it"
     if answer.engine is not None:

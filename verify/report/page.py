@@ -164,7 +164,9 @@ def _mark(x: float, y: float, is_same: bool, radius: float) -> Html:
 
 
 def histogram_plot(bins: Sequence[Sequence[Any]]) -> Html:
-    """How many logits differ by how much from the exact run: the shards', and the original's in its own dtype."""
+    """Plot the number of logits by their distance from the exact run: the shards', and the original's in its
+    own dtype.
+    """
     counts = [(to_number(b[0]), int(b[1]), int(b[2])) for b in bins]
     return both_widths(lambda name, width: _histogram(name, width, counts))
 
@@ -243,7 +245,7 @@ def _drawn(forward: Document, key: str, what: str) -> _Drawn:
 
 
 def _setting(document: Document, forward: Document) -> list[tuple[str, object]]:
-    """What was run on what; nothing is said of what is None."""
+    """Return the settings of the run as rows, without those that are None."""
     tokens = f"{forward['batch']:,} × {forward['seq']:,}, seed {forward['seed']}" if forward else None
     dtype = f"{forward['dtype']}; the exact run in {forward['exact_dtype']}" if forward else None
     mesh = forward.get("mesh")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.api import patch as patch
     from reshard.api import plan as plan
     from reshard.api import rank_config as rank_config
+    from reshard.api import slices as slices
     from reshard.api import split as split
     from reshard.api import tensors as tensors
     from reshard.formats.errors import ReshardError as ReshardError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
-    **dict.fromkeys(("patch", "plan", "rank_config", "split", "tensors"), "reshard.api"),
+    **dict.fromkeys(("patch", "plan", "rank_config", "slices", "split", "tensors"), "reshard.api"),
     "profile": "reshard.verify.profile.api",
     "verify": "reshard.verify.api",
     "live": "reshard.live",

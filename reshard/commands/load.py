@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.formats.errors import CheckpointError, ReshardError, SettingError, refused
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, SettingError, refused
 from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
@@ -19,7 +20,7 @@ from reshard.move.engine import Steps, fill, requested
 from reshard.move.jobs import FilePlan, Job, Options, Progress, TargetPlace, no_progress
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
-from reshard.move.slabs import Slab
+from reshard.move.slabs import LARGEST, Region, Slab, Slices
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
@@ -28,6 +29,7 @@ from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together
 from reshard.system import Device, Taken, default
 from reshard.transforms.opening import open_any
+from reshard.transforms.tensors import ComputedFile
 
 if TYPE_CHECKING:
     import torch
@@ -185,16 +187,22 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     Returns tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
+    device = _device(request.device)
+    opened, target = _opened(request)
+    tensors = load_rank(opened, target, request.rank, device, request.progress)
+    opened.check_unchanged()
+    return tensors
+
+
+def _opened(request: LoadRequest) -> tuple[Source, Arrangement]:
+    """The source, and where the ranks have it. Raises ReshardError."""
     _check_rank(request)
-    device, format = _device(request.device), format_to_write(request.format)
+    format = format_to_write(request.format)
     if format.files.is_distributed:
         raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
     check_kept(request, format)
     opened = open_any(request.source, request)
-    target = arrangement_of(plan_for(opened.model, format, request), format)
-    tensors = load_rank(opened, target, request.rank, device, request.progress)
-    opened.check_unchanged()
-    return tensors
+    return opened, arrangement_of(plan_for(opened.model, format, request), format)
 
 
 def _check_rank(request: LoadRequest) -> None:
@@ -209,6 +217,98 @@ def _check_rank(request: LoadRequest) -> None:
                 ways = (dict(mesh.degrees) | same,)
                 error = SettingError(replace(error.refusal, instead=ways, advice="the source is split so"))
         raise error from None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes of a file that belong to a tensor of a rank: rows with equal distances.
+
+    ``file``: a path or an address; None for zeros, as of a padded vocabulary.
+    ``offset``: where the first byte is in the file.
+    ``size``: the number of bytes.
+    ``shape``: their dimensions; in the last one they are neighbours.
+    ``strides``: the distances in the file, in bytes.
+    ``name``: the tensor's name.
+    ``dtype``: its dtype, as safetensors names it.
+    ``tensor``: its shape.
+    ``place``: where the first byte is in the tensor.
+    ``steps``: the distances in the tensor, in bytes.
+    """
+
+    file: str | None
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    name: str
+    dtype: str
+    tensor: tuple[int, ...]
+    place: int
+    steps: tuple[int, ...]
+
+
+def slices(request: LoadRequest) -> list[Slice]:
+    """The bytes that a rank owns, in the order of the files, for programs that read by themselves. Reads no weights.
+
+    A slice has at most 8 MB. Constants that a program's format adds are left out. Raises ReshardError, also if a tensor
+    is computed.
+    """
+    opened, target = _opened(request)
+    kinds, found = _tensors_of(target, request.rank), list[Slice]()
+    for job in jobs_of(opened, target, _places(kinds, request.rank), compare=False):
+        own, start = job.target(request.rank)
+        for slab in job.route.slabs(LARGEST):
+            for copy in slab.copies:
+                blocks, file, base = [_block(slab.writes[copy.target], copy.target_slices)], None, 0
+                if copy.source is not None:
+                    blocks.append(_block(slab.reads[copy.source], copy.source_slices))
+                    origin, base = job.source(slab.reads[copy.source].rank)
+                    file, remote = str(origin.path), origin.remote
+                    if remote is not None:
+                        file = remote.address if origin.is_elsewhere and not isinstance(remote, ComputedFile) else ""
+                if file == "" or copy.edit is not None:
+                    raise PlanError(
+                        f"tensor '{job.name}' is in no file as the rank has it",
+                        "'reshard.load' gives it, and 'reshard split' writes it",
+                    )
+                for shape, (to, steps), *read in _even(blocks):
+                    at, strides = read[0] if read else (0, ())
+                    of = own.name, *kinds[own.name], start + to, steps
+                    found.append(Slice(file, base + at, math.prod(shape), shape, strides, *of))
+    return sorted(found, key=lambda each: (each.file or "", each.offset))
+
+
+Block = tuple[Region, Sequence[range]]
+
+
+def _block(region: Region, slices: Slices) -> Block:
+    return region, [range(n)[of] for n, of in zip(region.shape, slices, strict=True)]
+
+
+def _even(blocks: Sequence[Block]) -> Iterator[tuple[Any, ...]]:
+    """Cut a block that several regions have into parts of rows with equal distances in each of them.
+
+    Yields the shape of a part, and for each region where the first byte is, and the distances.
+    """
+    shape, lies = tuple(map(len, blocks[0][1])), list[tuple[int, tuple[int, ...]]]()
+    for region, spans in blocks:
+        (offset, outer, inner), last = region.rows, len(shape) - 1
+        flat = np.ravel_multi_index(np.ix_(*spans[:-1], spans[-1][:1]), region.shape) + region.offset
+        row, at = np.divmod(flat, inner) if outer else (flat, flat)
+        room = int((inner - at).min()) if outer else shape[-1]
+        for size, stride in outer:
+            row, index = np.divmod(row, size)
+            at = at + index * stride
+        first = int(at.flat[0])
+        steps = [int(np.diff(at[(0,) * d], axis=0).flat[0]) if n > 1 else 0 for d, n in enumerate(shape[:-1])]
+        even = first + sum(i * step for i, step in zip(np.ix_(*map(range, (*shape[:-1], 1))), (*steps, 1), strict=True))
+        if room < shape[-1] or (at != even).any():
+            d, cut = (last, room) if room < shape[-1] else next((d, n // 2) for d, n in enumerate(shape) if n > 1)
+            for part in (slice(cut), slice(cut, None)):
+                yield from _even([(region, [*spans[:d], spans[d][part], *spans[d + 1 :]]) for region, spans in blocks])
+            return
+        lies.append((offset + first, (*steps, 1)))
+    yield shape, *lies
 
 
 def rank_config(request: LoadRequest) -> dict[str, Any]:

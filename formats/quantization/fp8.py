@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.formats.errors import NotationError, PlanError
-from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.formats.notation.axes import parse
 from reshard.formats.numbers import CODES, as_float32, round_to
 from reshard.formats.quantization.companions import is_of_activations, shape_of
@@ -249,7 +248,7 @@ def scales_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float
 
 
 def _bits(content: memoryview, dtype: str, columns: int) -> NDArray[Any]:
-    return np.frombuffer(content, f"<u{DTYPE_BITS[dtype] // 8}").reshape(-1, columns)
+    return np.frombuffer(content, CODES[dtype].replace("f", "u")).reshape(-1, columns)
 
 
 def _magnitudes(bits: NDArray[Any]) -> NDArray[Any]:

@@ -67,8 +67,8 @@ def convert(codes: NDArray[Any], dtype: str, target: str, out: NDArray[Any]) -> 
 
 @cache
 def _table(dtype: str, target: str) -> tuple[NDArray[Any], NDArray[np.bool_], int]:
-    """What numbers of 16 bits, by these, are in another dtype of 16 bits, which of them become infinite, and the least
-    magnitude, in bits, of those.
+    """All numbers of 16 bits in another dtype of 16 bits; which of them become infinite; the least magnitude, in bits, of
+    those.
     """
     every = np.arange(1 << 16, dtype="<u2").view(CODES[dtype])
     table = np.empty(1 << 16, CODES[target])

@@ -248,7 +248,7 @@ def scales_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float
 
 
 def _bits(content: memoryview, dtype: str, columns: int) -> NDArray[Any]:
-    return np.frombuffer(content, CODES[dtype].replace("f", "u")).reshape(-1, columns)
+    return np.frombuffer(content, f"<u{np.dtype(CODES[dtype]).itemsize}").reshape(-1, columns)
 
 
 def _magnitudes(bits: NDArray[Any]) -> NDArray[Any]:

@@ -1,0 +1,270 @@
+"""One model under the names that others give its tensors: transformers' modules, wrappers, beginnings, another root."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.formats.errors import ReshardError
+from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.spellings import Spellings
+from tests import store, zoo
+from tests.marks import one_of_each
+from tests.support import command
+
+State = dict[str, torch.Tensor]
+
+NOT_READ = {
+    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "glm5_next", "hrm_text", "hunyuan_vl", "inkling2",
+    "inkling2_text", "inkling_mm_model", "mistral_large4", "molmo2", "nemo_speechlm", "nemotron_h_omni", "qianfan_ocr",
+    "step3p7", "unlimited_ocr", "diffusion_gemma", "gpt_neox-tied", "paddleocr_vl",
+}  # fmt: skip
+"""Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
+one tensor under two names: of a tied head that is published under another name, or two lines of one name.
+"""
+PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm"}
+"""They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
+tower: diff does not take these for the same yet.
+"""
+CHANGED_BY_TRANSFORMERS = {"mt5", "zaya", "xmod"}
+"""What transformers itself loads and saves is another model: tied tensors that differ, numbers of the last expert."""
+
+OTHERS = NOT_READ | PACKED_OTHERWISE | CHANGED_BY_TRANSFORMERS
+
+
+def some(quick: set[str], without: Collection[str] = (), models: Collection[str] = zoo.one_of_each()) -> list[object]:
+    """Models of the zoo: these few, and the others as thorough cases."""
+    names = dict.fromkeys([*sorted(quick), *models])
+    return one_of_each([name for name in names if name not in without], lambda name: name if name in quick else "")
+
+
+def modules_of(name: str) -> State:
+    """The state of transformers' class of a model of the zoo, with what its modules call the tensors."""
+    model = zoo.class_of(store.checkpoint(name)).from_pretrained(store.checkpoint(name), dtype="auto")
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+def root_changed(state: State) -> State:
+    """The names with the root, or without it."""
+    return {key.removeprefix("model.") if key.startswith("model.") else f"model.{key}": state[key] for key in state}
+
+
+def plain(state: State, folder: Path, model: Path) -> None:
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def pickled(state: State, folder: Path, model: Path) -> None:
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def distributed(state: State, folder: Path, model: Path) -> None:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+
+
+def below(beginning: str) -> Callable[[State], State]:
+    return lambda state: {beginning + key: value for key, value in state.items()}
+
+
+def wrapped(state: State) -> State:
+    return {key.replace("layers.", "layers._orig_mod.", 1): value for key, value in state.items()}
+
+
+FORMS: list[tuple[Callable[[State], State], Callable[[State, Path, Path], None]]] = [
+    (below(""), plain),
+    (below("module."), pickled),
+    (below("state.model."), distributed),
+    (below("ema_params.shadow."), distributed),
+    (wrapped, plain),
+    (wrapped, distributed),
+]
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "deepseek_v3", "gpt2", "llava"}, CHANGED_BY_TRANSFORMERS, zoo.ZOO))
+def test_the_names_of_modules_are_names_of_the_model(name: str, tmp_path: Path) -> None:
+    model, form = store.checkpoint(name), FORMS[zlib.crc32(name.encode()) % len(FORMS)]
+    respell, write = form
+    write(respell(modules_of(name)), tmp_path / "run", model)
+    if name in NOT_READ:
+        with pytest.raises(ReshardError):
+            reshard.diff(model, tmp_path / "run", config=model, quiet=True)
+        return
+    found = reshard.diff(model, tmp_path / "run", config=model, quiet=True)
+    assert not (found.of("changed") or found.of("other dtype") or found.of("other shape")), found.to_text()
+    known = {*zoo.ZOO[name].extra, *zoo.ZOO[name].copies}
+    lacking = {tensor.name for tensor in found.of("only here")} - known
+    assert not lacking or name in PACKED_OTHERWISE, found.to_text()
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "bert"}))
+def test_the_published_names_in_a_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+    """They come back as they are, also with another prefix than the architecture's own."""
+    model = store.checkpoint(name)
+    state = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
+    distributed(state, tmp_path / "run", model)
+    reshard.merge(tmp_path / "run", tmp_path / "out", config=model, quiet=True)
+    out = {key: value for file in (tmp_path / "out").glob("*.safetensors") for key, value in load_file(file).items()}
+    assert out.keys() == state.keys() and all(torch.equal(out[key], state[key]) for key in out)
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "llama"}))
+def test_the_root_is_there_or_not(name: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    state = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
+    plain(root_changed(state), tmp_path / "run", model)
+    found = reshard.diff(model, tmp_path / "run", quiet=True)
+    assert found.same, found.to_text()
+
+
+@pytest.mark.parametrize(
+    "name", some({"qwen3_moe", "llama4", "mixtral"}, NOT_READ | CHANGED_BY_TRANSFORMERS | PACKED_OTHERWISE)
+)
+def test_a_merge_gives_the_names_that_are_asked_for(name: str, tmp_path: Path) -> None:
+    model = store.checkpoint(name)
+    cls = zoo.class_of(model).from_pretrained(model, dtype="auto")
+    cls.save_pretrained(tmp_path / "modules", save_original_format=False)
+    saved = (tmp_path / "modules" / "model.safetensors").read_bytes()
+    reshard.split(tmp_path / "modules", tmp_path / "ranks", tp=1, quiet=True)
+    reshard.merge(tmp_path / "ranks", tmp_path / "source", quiet=True)
+    assert (tmp_path / "source" / "model.safetensors").read_bytes() == saved
+    reshard.merge(tmp_path / "ranks", tmp_path / "published", names="published", quiet=True)
+    reshard.split(tmp_path / "published", tmp_path / "again", tp=1, quiet=True)
+    reshard.merge(tmp_path / "again", tmp_path / "back", names="modules", quiet=True)
+    back, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("back", "modules"))
+    assert back.keys() == ours.keys() and all(torch.equal(back[key], ours[key]) for key in ours)
+
+
+def names_and_values(folder: Path) -> dict[str, bytes]:
+    state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    return {key: repr(value.shape).encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            for key, value in state.items()}  # fmt: skip
+
+
+NO_PLACE = {
+    "deepseek_ocr2", "unlimited_ocr", "dots3_note", "ernie4_5_vl_moe", "diffusion_gemma", "hrm_text", "hunyuan_vl",
+    "inkling_mm_model", "inkling2_text", "inkling2", "mistral_large4", "molmo2", "qianfan_ocr", "nemotron_h_omni",
+    "nemo_speechlm", "step3p7", "esm", "esm-absolute", "qwen4_exp_text", "qwen4_exp", "zamba", "zamba2",
+}  # fmt: skip
+"""Operations of transformers that its table has not, or modules with more than checkpoints."""
+TIED_OTHERWISE = {"mbart", "mt5", "nomic_bert"}
+"""A tied head that is published once more, or tables that are tied although config.json does not say so."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    some({"gemma3", "minimax_m3_vl", "paddleocr_vl", "qwen2_vl", "granitemoe", "bert", "t5", "gte", "zamba"},
+         TIED_OTHERWISE, zoo.ZOO),
+)  # fmt: skip
+def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: str, tmp_path: Path) -> None:
+    model, run, out = store.checkpoint(name), tmp_path / "run", tmp_path / "out"
+    if name in NO_PLACE:
+        with pytest.raises(ReshardError, match="has no place in the format 'dcp'"):
+            reshard.split(model, run, format="dcp", names="modules", quiet=True)
+        return
+    published = names_and_values(model)
+    reshard.split(model, run, format="dcp", names="modules", quiet=True)
+    (run / "reshard.json").unlink()
+    reshard.merge(run, out, config=model, quiet=True)
+    assert names_and_values(out) == published
+    reshard.split(run, tmp_path / "again", format="dcp", names="published", config=model, quiet=True)
+    assert set(dcp.FileSystemReader(tmp_path / "again").read_metadata().state_dict_metadata) == published.keys()
+    reshard.split(model, tmp_path / "ranks", tp=1, quiet=True)
+    reshard.merge(tmp_path / "ranks", tmp_path / "modules", names="modules", quiet=True)
+    if names_and_values(tmp_path / "modules").keys() == published.keys():
+        with pytest.raises(ReshardError, match="a full checkpoint with these names"):
+            reshard.merge(tmp_path / "modules", tmp_path / "back", names="published", quiet=True)
+        return
+    reshard.merge(tmp_path / "modules", tmp_path / "back", names="published", quiet=True)
+    assert names_and_values(tmp_path / "back") == published
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe"}, (), zoo.ZOO))
+def test_a_name_is_spelled_there_and_back(name: str) -> None:
+    """No name of a published checkpoint is that of a module of another tensor."""
+    model = store.checkpoint(name)
+    config = json.loads((model / "config.json").read_text())
+    spellings = Spellings(find_architecture(config, model), config)
+    names = {key for file in model.glob("*.safetensors") for key in load_file(file)}
+    assert {key: spellings.published(key) for key in names} == {
+        key: None if spellings.published(key) is None else key for key in names
+    }
+    assert not spellings.are_of_modules(names)
+    modules = {key: spelled for key in names if (spelled := spellings.in_modules(key)) is not None}
+    there = {spelled: spellings.published(spelled) for key, spelled in modules.items() if spellings.published(key)}
+    assert there == {modules[key]: key for key in modules if spellings.published(key)}
+
+
+@pytest.mark.parametrize("write", [plain, distributed])
+def test_names_of_two_spellings_are_said(write: Callable[[State, Path, Path], None], tmp_path: Path) -> None:
+    model, modules = store.checkpoint("qwen3_moe"), modules_of("qwen3_moe")
+    state = {key: value for key, value in load_file(model / "model.safetensors").items() if ".layers.0." not in key}
+    write(state | {key: value for key, value in modules.items() if ".layers.0." in key}, tmp_path / "run", model)
+    config = {"config": model} if write is distributed else {}
+    with pytest.raises(ReshardError, match="names of two spellings: "):
+        reshard.split(tmp_path / "run", tmp_path / "out", tp=1, quiet=True, **config)
+
+
+def test_an_untied_head_that_config_json_calls_tied_is_kept(tmp_path: Path) -> None:
+    """As transformers takes it: its content tells, where the model within is not tied."""
+    model, state = store.checkpoint("gemma3"), modules_of("gemma3")
+    for is_tied in (True, False):
+        run, out = tmp_path / f"run{is_tied}", tmp_path / f"out{is_tied}"
+        head = state["lm_head.weight"]
+        distributed(state | {"lm_head.weight": head if is_tied else head + 1}, run, model)
+        reshard.merge(run, out, config=model, quiet=True)
+        names = load_file(out / "model.safetensors").keys()
+        assert ("language_model.lm_head.weight" in names) is not is_tied and "lm_head.weight" not in names
+
+
+def test_other_names_are_refused(tmp_path: Path) -> None:
+    done = command("merge", "ranks", tmp_path / "out", "--names", "hub")
+    assert done.returncode == 2 and "'hub' is not one of 'source', 'published', 'modules'" in done.stderr
+    with pytest.raises(ReshardError, match="'source' or 'published' or 'modules' is expected"):
+        reshard.merge("ranks", tmp_path / "out", names="hub")
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe"}, NOT_READ))
+def test_the_name_of_a_module_is_its_own_spelling(name: str) -> None:
+    """What transformers calls a tensor is called so again: a head, too, that is tied and so not saved."""
+    config = json.loads((store.checkpoint(name) / "config.json").read_text())
+    architecture = find_architecture(config, "config.json")
+    spellings = Spellings(architecture, config)
+    state = modules_of(name)
+    spelled = {key: spellings.in_modules(key) or key for key in state}
+    assert {key: other for key, other in spelled.items() if other != key} == {}
+
+
+TRANSFORMS = {"--dtype": ["--dtype", "bf16"], "--quantize": ["--quantize", "fp8-block"], "average": []}
+
+
+@pytest.mark.parametrize("way", [[], ["--tp", "2"], ["--tp", "2", "--as", "vllm"]])
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_what_is_computed_keeps_the_names(what: str, way: list[str], tmp_path: Path) -> None:
+    """Quantized experts have a matrix each, so quantized ones have the published names."""
+    model, source, out = store.checkpoint("qwen3_moe"), tmp_path / "modules", tmp_path / "out"
+    plain(modules_of("qwen3_moe"), source, model)
+    name = "average" if what == "average" else "split" if way else "merge"
+    others = [model] if what == "average" else []
+    way = ["1" if what == "--quantize" and word == "2" else word for word in way]  # a block is larger than a part
+    done = command(name, source, *others, tmp_path / "ranks" if way else out, *TRANSFORMS[what], *way)
+    assert done.returncode == 0, done.stderr
+    assert not way or command("merge", tmp_path / "ranks", out).returncode == 0
+    names = load_file(out / "model.safetensors").keys()
+    assert any("experts.gate_up_proj" in each for each in names) == (what != "--quantize")
+    assert any("experts.0.gate_proj" in each for each in names) == (what == "--quantize")
+    if way or what == "average":
+        done = command("merge", tmp_path / "ranks" if way else out, tmp_path / "published", "--names", "published")
+        assert done.returncode == 0, done.stderr
+        assert not any("gate_up_proj" in each for each in load_file(tmp_path / "published" / "model.safetensors"))

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.formats.files.safetensors import build_header, tensor_bytes
+import numpy as np
+from safetensors.numpy import save_file
+
+from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 
 Tensor = tuple[str, str, tuple[int, ...]]
 
@@ -76,6 +79,36 @@ def write_llama(folder: Path, gigabytes: float, files: int = 3) -> Path:
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}, indent=2))
+    return folder
+
+
+def write_normal(folder: Path, gigabytes: float) -> Path:
+    """The same of normally distributed numbers."""
+    if not (folder / "config.json").exists():
+        chance = np.random.default_rng(0)
+        for file in write_llama(folder, gigabytes).glob("*.safetensors"):
+            first = min(info.offset for info in read_header(file).tensors.values())
+            numbers = np.memmap(file, "<u2", "r+", first)
+            for begin in range(0, numbers.size, 1 << 22):
+                drawn = chance.standard_normal(min(1 << 22, numbers.size - begin), np.float32) * np.float32(0.02)
+                numbers[begin : begin + drawn.size] = drawn.view("<u4") >> 16
+    return folder
+
+
+def write_adapter(folder: Path, model: Path, rank: int = 16) -> Path:
+    """A LoRA adapter to all linear layers of a checkpoint that ``write_llama`` wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, chance = dict[str, np.ndarray[Any, Any]](), np.random.default_rng(1)
+    for file in sorted(model.glob("*.safetensors")):
+        for name, info in read_header(file).tensors.items():
+            if "_proj" in name:
+                for side, shape in (("A", (rank, info.shape[1])), ("B", (info.shape[0], rank))):
+                    drawn = chance.standard_normal(shape, np.float32) * np.float32(0.01)
+                    tensors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"] = drawn
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -6,7 +6,8 @@ Prints for each operation the median of the seconds, the ratio to ``cp -r`` (tim
 processors, which say more where others use the machine, too, and the peak resident memory (of a further run on Linux:
 the sum of the peaks of all its processes, in which pages that they share count several times). Outputs are removed
 after each round; the page cache is warm. ``--as`` is for another program's format. ``--script`` also times the script
-that everybody writes, with ``safe_open`` and ``save_file``.
+that everybody writes, with ``safe_open`` and ``save_file``. ``--only computed`` times what computes weights, of normal
+numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.checkpoints import write_llama
+from benchmarks.checkpoints import write_adapter, write_llama, write_normal
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a program that is installed is compiled once, not at each start
 
@@ -130,6 +131,23 @@ def compared(name: str, ours: list[Took], theirs: list[Took], peak: int, beside:
     )
 
 
+def compare_computed(folder: Path, gigabytes: float, rounds: int) -> None:
+    """Time a cast, both ways of fp8, a sum with an adapter of rank 16 and a mean of two."""
+    reshard, out, quantized = [sys.executable, "-m", "reshard"], folder / "out", folder / "fp8-block"
+    model = write_normal(folder / f"normal-{gigabytes:g}gb", gigabytes)
+    adapter = write_adapter(folder / f"adapter-{gigabytes:g}gb", model)
+    for leftover in (out, quantized, folder / "copy"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    run([*reshard, "split", str(model), str(quantized), "--as", "huggingface", "--quantize", "fp8-block"])
+    for source, name, *value in (
+        (model, "--dtype", "fp16"), (model, "--quantize", "fp8-block"), (quantized, "--dequantize"),
+        (model, "--adapter", str(adapter)),
+    ):  # fmt: skip
+        command = [*reshard, "split", str(source), str(out), "--as", "huggingface", name, *value]
+        compare(name, source, command, out, rounds)
+    compare("average of two", model, [*reshard, "average", str(model), str(model), str(out)], out, rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=4.0)
@@ -140,6 +158,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["split", "merge", "re-split"])
     arguments = parser.parse_args()
     folder: Path = arguments.folder
+    if "computed" in arguments.only:
+        compare_computed(folder, arguments.gigabytes, arguments.rounds)
+        return
     source = write_llama(folder / f"llama-{arguments.gigabytes:g}gb", arguments.gigabytes)
     shards, out = folder / "shards-4", folder / "out"
     for leftover in (shards, out, folder / "copy"):

@@ -12,6 +12,7 @@ prints. Every error is a ``ReshardError``.
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.api import patch as patch
     from reshard.api import plan as plan
     from reshard.api import rank_config as rank_config
+    from reshard.api import slices as slices
     from reshard.api import split as split
     from reshard.api import tensors as tensors
     from reshard.formats.errors import ReshardError as ReshardError
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
-    **dict.fromkeys(("patch", "plan", "rank_config", "split", "tensors"), "reshard.api"),
+    **dict.fromkeys(("patch", "plan", "rank_config", "slices", "split", "tensors"), "reshard.api"),
     "profile": "reshard.verify.profile.api",
     "verify": "reshard.verify.api",
     "live": "reshard.live",
@@ -71,6 +73,12 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    module = import_module(_PLACES[name])
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would go through all that torch made, several times
+    try:
+        module = import_module(_PLACES[name])
+    finally:
+        if was_enabled:
+            gc.enable()
     value = globals()[name] = module if name == "live" else getattr(module, name)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import pydoc
@@ -13,17 +14,22 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import isfunction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import reshard
 import reshard.live
+from reshard import api
 from reshard.cli.commands import COMMANDS
 from reshard.cli.options import with_option_names
+from reshard.commands.load import _memory
 from reshard.delta.differences import Diff
 from reshard.formats.errors import MismatchError
 from reshard.system import Share
@@ -439,6 +445,28 @@ def test_what_a_run_lacks_is_said_before_anything_is_read(tmp_path: Path, monkey
     for call in (partial(reshard.verify, "no/model", "no/out"), partial(reshard.profile, "no/model")):
         with pytest.raises(reshard.ReshardError, match="needs transformers and accelerate"):
             call()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_leaves_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        vars(reshard).pop("load", None)
+        assert reshard.load is api.load and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+@given(st.lists(st.sampled_from([0, 1, 63, 64, 4097, 30 << 20, 64 << 20, 65 << 20]), max_size=8))
+def test_tensors_that_share_memory_do_not_overlap(sizes: list[int]) -> None:
+    """And a large one does not keep others' memory."""
+    found = _memory({str(number): size for number, size in enumerate(sizes)})
+    assert [memory.size for memory in found.values()] == sizes
+    starts = [memory.__array_interface__["data"][0] for memory in found.values() if memory.size]
+    ends = [start + size for start, size in zip(starts, filter(None, sizes), strict=True)]
+    order = sorted(zip(starts, ends, strict=True))
+    assert all(end <= start for (_, end), (start, _) in pairwise(order))
+    assert all(memory.base is None or memory.base.size <= max(memory.size, 64 << 20) for memory in found.values())
 
 
 def test_an_unknown_name_is_no_name() -> None:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import reshard
 import reshard.live
 from reshard.commands.inspect import Report
+from reshard.commands.load import Slice
 from reshard.commands.plan import PlanAnswer
 from reshard.delta.differences import Diff
 from reshard.verify.profile.words import Profile
 from reshard.verify.report.answer import Answer
 from reshard.writing.summary import Summary
 
-RESULTS: tuple[type, ...] = (Diff, Report, PlanAnswer, Profile, Summary, Answer)
+RESULTS: tuple[type, ...] = (Diff, Report, PlanAnswer, Profile, Summary, Answer, Slice)
 
 
 class Argument(NamedTuple):
@@ -72,7 +73,7 @@ def _request(call: Callable[..., Any]) -> type:
 
 def _result(call: Callable[..., Any]) -> type | None:
     """The class of what a function returns, if it is one of ours."""
-    name = str(inspect.signature(call).return_annotation).rpartition(".")[2]
+    *_, name = re.findall(r"\w+", str(inspect.signature(call).return_annotation))
     return next((kind for kind in RESULTS if kind.__name__ == name), None)
 
 
@@ -102,7 +103,7 @@ def _own(kind: type) -> list[str]:
 
 def _function(call: Callable[..., Any], owners: dict[type, Callable[..., Any]]) -> str:
     request, arguments, result = _request(call), _arguments(call), _result(call)
-    returned = result.__name__ if result else inspect.signature(call).return_annotation
+    returned = inspect.signature(call).return_annotation
     needed = [each for each in inspect.signature(call).parameters.values() if each.default is Parameter.empty]
     places = [each.name for each in needed if each.kind is not Parameter.KEYWORD_ONLY]
     named = [each.name for each in needed if each.kind is Parameter.KEYWORD_ONLY]

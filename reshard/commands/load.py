@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.formats.errors import CheckpointError, ReshardError, SettingError, refused
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, SettingError, refused
 from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
@@ -19,7 +20,7 @@ from reshard.move.engine import Steps, fill, requested
 from reshard.move.jobs import FilePlan, Job, Options, Progress, TargetPlace, no_progress
 from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
-from reshard.move.slabs import Slab
+from reshard.move.slabs import LARGEST, Region, Slab, Slices
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.source.opening import Access, Place
@@ -28,6 +29,7 @@ from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together
 from reshard.system import Device, Taken, default
 from reshard.transforms.opening import open_any
+from reshard.transforms.tensors import ComputedFile
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +95,7 @@ def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
 def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[str, torch.Tensor], None]) -> None:
     """Load tensors, in a few threads; ``take`` is called with each when it is complete."""
     jobs, options = tuple(jobs), Options()
-    memory = {name: np.empty(tensor_bytes(name, *kind), np.uint8) for name, kind in kinds.items()}
+    memory = _memory({name: tensor_bytes(name, *kind) for name, kind in kinds.items()})
     missing = {name: data.size for name, data in memory.items()}
     steps = Steps(jobs, options.sizes)
     drawn = Shared(group for group in steps.left(range(len(jobs)), lambda step: True))
@@ -114,6 +116,25 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
 
     add([(name, 0) for name, size in missing.items() if size == 0])
     work_together(max(1, min(options.threads, sum(missing.values()) // options.sizes.step)), carry_out, add)
+
+
+_TOGETHER = 64 << 20
+"""Tensors of up to so many bytes share an array, which lives as long as one of them: numpy asks for huge pages only
+from 4 MB on, and to clear small ones takes longer than to read what goes into them.
+"""
+
+
+def _memory(sizes: Mapping[str, int]) -> dict[str, Bytes]:
+    """Memory for tensors of these sizes, by name."""
+    groups, nbytes = list[dict[str, slice]](), 0
+    for name, size in sizes.items():
+        if not groups or nbytes + size > _TOGETHER:
+            groups.append({})
+            nbytes = 0
+        groups[-1][name] = slice(nbytes, nbytes + size)
+        nbytes += -(-size // 64) * 64
+    arrays = (np.empty(max(place.stop for place in group.values()), np.uint8) for group in groups)
+    return {name: array[at] for array, group in zip(arrays, groups, strict=True) for name, at in group.items()}
 
 
 def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
@@ -168,16 +189,22 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
 
     Returns tensors by name, in the rank's local shapes and the checkpoint's dtypes. Raises ReshardError.
     """
+    device = _device(request.device)
+    opened, target = _opened(request)
+    tensors = load_rank(opened, target, request.rank, device, request.progress)
+    opened.check_unchanged()
+    return tensors
+
+
+def _opened(request: LoadRequest) -> tuple[Source, Arrangement]:
+    """The source, and where the ranks have it. Raises ReshardError."""
     _check_rank(request)
-    device, format = _device(request.device), format_to_write(request.format)
+    format = format_to_write(request.format)
     if format.files.is_distributed:
         raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
     check_kept(request, format)
     opened = open_any(request.source, request)
-    target = arrangement_of(plan_for(opened.model, format, request), format)
-    tensors = load_rank(opened, target, request.rank, device, request.progress)
-    opened.check_unchanged()
-    return tensors
+    return opened, arrangement_of(plan_for(opened.model, format, request), format)
 
 
 def _check_rank(request: LoadRequest) -> None:
@@ -192,6 +219,98 @@ def _check_rank(request: LoadRequest) -> None:
                 ways = (dict(mesh.degrees) | same,)
                 error = SettingError(replace(error.refusal, instead=ways, advice="the source is split so"))
         raise error from None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes of a file that belong to a tensor of a rank: rows with equal distances.
+
+    ``file``: a path or an address; None for zeros, as of a padded vocabulary.
+    ``offset``: where the first byte is in the file.
+    ``size``: the number of bytes.
+    ``shape``: their dimensions; in the last one they are neighbours.
+    ``strides``: the distances in the file, in bytes.
+    ``name``: the tensor's name.
+    ``dtype``: its dtype, as safetensors names it.
+    ``tensor``: its shape.
+    ``place``: where the first byte is in the tensor.
+    ``steps``: the distances in the tensor, in bytes.
+    """
+
+    file: str | None
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    name: str
+    dtype: str
+    tensor: tuple[int, ...]
+    place: int
+    steps: tuple[int, ...]
+
+
+def slices(request: LoadRequest) -> list[Slice]:
+    """The bytes that a rank owns, in the order of the files, for programs that read by themselves. Reads no weights.
+
+    A slice has at most 8 MB. Constants that a program's format adds are left out. Raises ReshardError, also if a tensor
+    is computed.
+    """
+    opened, target = _opened(request)
+    kinds, found = _tensors_of(target, request.rank), list[Slice]()
+    for job in jobs_of(opened, target, _places(kinds, request.rank), compare=False):
+        own, start = job.target(request.rank)
+        for slab in job.route.slabs(LARGEST):
+            for copy in slab.copies:
+                blocks, file, base = [_block(slab.writes[copy.target], copy.target_slices)], None, 0
+                if copy.source is not None:
+                    blocks.append(_block(slab.reads[copy.source], copy.source_slices))
+                    origin, base = job.source(slab.reads[copy.source].rank)
+                    file, remote = str(origin.path), origin.remote
+                    if remote is not None:
+                        file = remote.address if origin.is_elsewhere and not isinstance(remote, ComputedFile) else ""
+                if file == "" or copy.edit is not None:
+                    raise PlanError(
+                        f"tensor '{job.name}' is in no file as the rank has it",
+                        "'reshard.load' gives it, and 'reshard split' writes it",
+                    )
+                for shape, (to, steps), *read in _even(blocks):
+                    at, strides = read[0] if read else (0, ())
+                    of = own.name, *kinds[own.name], start + to, steps
+                    found.append(Slice(file, base + at, math.prod(shape), shape, strides, *of))
+    return sorted(found, key=lambda each: (each.file or "", each.offset))
+
+
+Block = tuple[Region, Sequence[range]]
+
+
+def _block(region: Region, slices: Slices) -> Block:
+    return region, [range(n)[of] for n, of in zip(region.shape, slices, strict=True)]
+
+
+def _even(blocks: Sequence[Block]) -> Iterator[tuple[Any, ...]]:
+    """Cut a block that several regions have into parts of rows with equal distances in each of them.
+
+    Yields the shape of a part, and for each region where the first byte is, and the distances.
+    """
+    shape, lies = tuple(map(len, blocks[0][1])), list[tuple[int, tuple[int, ...]]]()
+    for region, spans in blocks:
+        (offset, outer, inner), last = region.rows, len(shape) - 1
+        flat = np.ravel_multi_index(np.ix_(*spans[:-1], spans[-1][:1]), region.shape) + region.offset
+        row, at = np.divmod(flat, inner) if outer else (flat, flat)
+        room = int((inner - at).min()) if outer else shape[-1]
+        for size, stride in outer:
+            row, index = np.divmod(row, size)
+            at = at + index * stride
+        first = int(at.flat[0])
+        steps = [int(np.diff(at[(0,) * d], axis=0).flat[0]) if n > 1 else 0 for d, n in enumerate(shape[:-1])]
+        even = first + sum(i * step for i, step in zip(np.ix_(*map(range, (*shape[:-1], 1))), (*steps, 1), strict=True))
+        if room < shape[-1] or (at != even).any():
+            d, cut = (last, room) if room < shape[-1] else next((d, n // 2) for d, n in enumerate(shape) if n > 1)
+            for part in (slice(cut), slice(cut, None)):
+                yield from _even([(region, [*spans[:d], spans[d][part], *spans[d + 1 :]]) for region, spans in blocks])
+            return
+        lies.append((offset + first, (*steps, 1)))
+    yield shape, *lies
 
 
 def rank_config(request: LoadRequest) -> dict[str, Any]:

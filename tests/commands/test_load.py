@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,8 +16,9 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.api import load, rank_config, split, tensors
 from reshard.formats.errors import MismatchError, ReshardError
+from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.move import jobs
-from tests import store, zoo
+from tests import peft_adapters, store, zoo
 from tests.marks import one_of_each
 from tests.programs.test_trainers import config_of, fixtures, weights
 from tests.programs.test_trainers import given as run
@@ -121,3 +124,50 @@ def test_a_device(tmp_path: Path) -> None:
     for device in ("cuda", "gpu"):
         with pytest.raises(reshard.SettingError, match=f"device={device} is not possible"):
             load(tmp_path / "none", device=device)
+
+
+SLICED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {"tp": 4}), ("mixtral", {"tp": 2, "format": "vllm"}, {"tp": 1}), ("gpt_neox", {}, {"tp": 4}),
+    ("qwen3_moe", {"format": "dcp"}, {"tp": 2, "format": "vllm"}), ("phi3", {"tp": 2}, {"tp": 4}),
+    ("llama", {"tp": 2, "format": "megatron"}, {"tp": 2, "pp": 3}), ("deepseek_v3", {}, {"tp": 2, "ep": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "mesh"), one_of_each(SLICED, lambda case: bool(case[1])))
+def test_slices_are_the_bytes_that_load_reads(name: str, form: dict, mesh: dict, tmp_path: Path) -> None:
+    """Each byte of a rank once, in the order of the files; zeros are padding. As many are read as the rank owns."""
+    source = store.checkpoint(name)
+    if form:
+        split(source, tmp_path / "out", workers=1, **form)
+        source = tmp_path / "out"
+    for rank in range(math.prod(size for size in mesh.values() if isinstance(size, int))):
+        found = reshard.slices(source, rank=rank, **mesh)
+        named = {each.name for each in found}
+        wanted = {name: tensor for name, tensor in load(source, rank=rank, **mesh).items() if name in named}
+        memory = {name: np.zeros((2, tensor.nbytes), np.uint8) for name, tensor in wanted.items()}
+        read = 0
+        for each in found:
+            content, count = (np.ndarray(each.shape, np.uint8, of, each.place, each.steps) for of in memory[each.name])
+            count += 1
+            if each.file is not None:
+                file = np.fromfile(each.file, np.uint8)
+                content[...] = np.ndarray(each.shape, np.uint8, file, each.offset, each.strides)
+                read += each.size
+            assert (each.dtype, each.tensor) == (each.dtype, tuple(wanted[each.name].shape))
+            assert TORCH_DTYPES[each.dtype] == wanted[each.name].dtype
+        for name, (content, count) in memory.items():
+            assert (count == 1).all() and np.array_equal(content, wanted[name].view(torch.uint8).numpy().reshape(-1)), (
+                name
+            )
+        owned = sum(tensor.nbytes for tensor in wanted.values())
+        assert read == owned - sum(each.size for each in found if each.file is None) <= owned
+        assert [(each.file or "", each.offset) for each in found] == sorted(
+            (each.file or "", each.offset) for each in found
+        )
+
+
+def test_bytes_that_are_in_no_file_have_no_slices() -> None:
+    for more in ({"dtype": "bf16"}, {"quantize": "fp8-block"}, {"adapter": peft_adapters.made("llama", "linear")}):
+        with pytest.raises(ReshardError, match=r"tensor '.*' is in no file as the rank has it") as error:
+            reshard.slices(store.checkpoint("llama"), **more)
+        assert error.value.hint

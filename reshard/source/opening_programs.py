@@ -35,7 +35,7 @@ from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import SAVE_ONE, Spell, check_spelling, known_forms, name_all
+from reshard.model.naming import Spell, check_spelling, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -421,16 +421,10 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
     if not found:
         (one, first), *others = of_layers
         other, second = next(entry for entry in others if entry[1] - first)
-        is_one, whose = one.name == other.name, {MODULES: "transformers' modules", None: "published checkpoints"}
-        of, *both = (
-            ("spellings", whose[one.spelling], whose[other.spelling])
-            if is_one
-            else ("formats", f"'{one.name}'", f"'{other.name}'")
-        )
         raise CheckpointError(
-            f"{folder.path} has names of two {of}: '{min(first - second, default='none')}' of {both[0]}, "
-            f"'{min(second - first)}' of {both[1]}",
-            SAVE_ONE,
+            f"{folder.path} has names of two formats: '{min(first - second, default='none')}' of '{one.name}', "
+            f"'{min(second - first)}' of '{other.name}'",
+            "save the one model alone",
         )
     return found
 

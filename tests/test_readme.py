@@ -39,7 +39,13 @@ WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
 PYTHON, JSON, MANIFEST, VERSIONS = (REFERENCE / f"{name}.md" for name in ("python", "json", "manifest", "versions"))
 MOST_WORDS = 20_000
-BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "benchmarks/README.md")]
+BESIDE = [
+    ROOT / name
+    for name in (
+        "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github/pull_request_template.md",
+        "tests/README.md", "benchmarks/README.md",
+    )
+]  # fmt: skip
 PAGES = [README, *BESIDE, *sorted(DOCS.rglob("*.md"))]
 
 
@@ -465,6 +471,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
             assert heading in anchors, f"{target}#{heading}"
+
+
+def test_every_page_is_looked_at_and_the_readme_leads_to_those_of_docs() -> None:
+    """Links to other places are whole addresses, of which nothing is asked: tests have no network."""
+    here = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    outside = {ROOT / name for name in here} - {*PAGES}
+    assert all("tests/oracles" in str(page) for page in outside), outside
+    links = {(README.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+)", README.read_text())}
+    assert {*DOCS.rglob("*.md")} <= links
+    for page in PAGES:
+        for address in re.findall(r"\]\(([^)]*:[^)]*)\)", page.read_text()):
+            assert re.fullmatch(r"https://[\w.-]+\.\w+/\S*", address), (page, address)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

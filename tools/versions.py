@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from tools.floors import floors
 
 ROOT = Path(__file__).parents[1]
 MADE_WITH = {
@@ -27,12 +28,9 @@ ENGINES = ("vllm", "megatron", "megatron-0.19", "torchtitan", "deepspeed")
 
 def versions_text() -> str:
     """Our own packages, then other programs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(each for name in ("verify", "compress") for each in _extra(project, name))]
-    floors = dict(each.split(">=") for each in wanted)
     pinned = _pinned("constraints.txt")
     lines = ["| package | oldest that is allowed | the tests run with |", "|---|---|---|"]
-    lines += [f"| {name} | {floor} | {pinned.get(name, '–')} |" for name, floor in sorted(floors.items())]
+    lines += [f"| {name} | {floor} | {pinned.get(name, '–')} |" for name, floor in sorted(floors().items())]
     lines += ["", "| program | version | what was done with it | record |", "|---|---|---|---|"]
     rows = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
     for program, version, what, record in _rows():
@@ -41,10 +39,6 @@ def versions_text() -> str:
         whats, records = (dict.fromkeys(each) for each in zip(*sorted(done), strict=True))
         lines.append(f"| {program} | {version} | {'; '.join(whats)} | {', '.join(records)} |")
     return "\n".join([*lines, ""])
-
-
-def _extra(project: dict[str, dict[str, list[str]]], name: str) -> list[str]:
-    return project["optional-dependencies"][name]
 
 
 def _pinned(file: str) -> dict[str, str]:

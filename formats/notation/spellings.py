@@ -77,7 +77,7 @@ class ModuleTensor:
 
 
 def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
-    """The tensors that transformers' modules for a config.json have, in place of those of a checkpoint's lines.
+    """Return the tensors of transformers' modules for a config.json, in place of those of a checkpoint's lines.
 
     Of a model type that is not known there, they are the checkpoint's.
     """
@@ -180,7 +180,7 @@ class Spellings:
 
     @cached_property
     def _renamed(self) -> Mapping[str, str]:
-        """The modules' templates by those of checkpoints, where one tensor is all of the other."""
+        """The modules' templates by checkpoints' templates, for tensors that are the same in both."""
         return {tensor.parts[0].source: tensor.name for tensor in self._tensors if tensor.is_whole}
 
     @cached_property

@@ -146,7 +146,7 @@ class AverageRequest(SplitRequest):
 
     @property
     def beginning(self) -> None:
-        """The names of no checkpoint are chosen by what they begin with."""
+        """None: no prefix chooses among several models here."""
 
     @property
     def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]]:

@@ -197,8 +197,8 @@ def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[
 
 
 def _of_best_role(found: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """The beginnings of what may be meant: of weights if there are any, else of averages, else of states; without those
-    of tensors that lie beside one of them.
+    """Return the prefixes that a user may mean: those of weights if there are any, else of averages, else of states;
+    without prefixes of tensors that lie beside one of these models.
     """
     roles = [None, "average", "optimizer"]
     best = min((roles.index(_role(beginning)) for beginning in found), default=0)
@@ -218,7 +218,7 @@ def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, obje
 
 
 def _forms(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by what they are without numbers: these begin alike."""
+    """Group names by their form without numbers; equal forms begin alike."""
     forms: dict[str, list[str]] = {}
     for name in names:
         forms.setdefault(without_numbers(name), []).append(name)

@@ -46,7 +46,7 @@ class NameInverse:
         self.origins: dict[str, str] = {}
         """The Hugging Face tensors, each with a stored tensor that has a part of it."""
         self.again: dict[str, str] = {}
-        """The second names of tensors, each with the first, where the format has both."""
+        """The names that the format also gives as the second name of another tensor, each with that tensor."""
 
     def of(self, stored: Iterable[str], lengths: Mapping[str, int] = {}) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a

@@ -93,7 +93,9 @@ class Access(HubAccess):
 
     @property
     def averaged(self) -> tuple[Sequence[Place], Sequence[float]] | None:
-        """The checkpoints with which the source is averaged before all else, and the weights of it and of them."""
+        """The checkpoints with which the source is averaged first of all, and the weights of the source and of
+        these.
+        """
         return None
 
 
@@ -266,7 +268,9 @@ def _bound(
 
 
 def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) -> Naming | None:
-    """The names of a checkpoint as those of its model; None, if they are so already. Raises CheckpointError."""
+    """Return the naming of a checkpoint by its model's names; None if it has these names already. Raises
+    CheckpointError.
+    """
     from reshard.placement.inverse import NameInverse  # rarely needed
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
@@ -300,7 +304,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
-    """The checkpoint with the names of its model, and without what belongs to others.
+    """Return the checkpoint with its model's names, and without tensors of other models.
 
     If it has all of them, its files can be written again: their records know what stands before the names.
     """
@@ -377,7 +381,7 @@ def _open_sharded(folder: Folder) -> Source:
     (files,) = readings(folder, OWN)
     shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
-        raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
+        raise CheckpointError(f"{path}: not all ranks' files say which rank of which split they are", _OURS)
     identity = shards[0].identity
     ranks = read_ranks(folder, OWN, files, identity.mesh)
     side = folder.side_files()

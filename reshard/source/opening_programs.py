@@ -122,7 +122,9 @@ class _Reading:
         return program_plan(self.model, self.format, mesh, padding=padding)
 
     def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
-        """The number of tensors that differ from those of a plan, and both. Raises ReshardError."""
+        """Count the tensors that differ from those of a plan. Returns also the first of them, in both. Raises
+        ReshardError.
+        """
         arrangement = arrangement_of(plan, self.format)
         if self.chunks is not None:
             lacking = {stored.name: dict[int, Chunk]() for stored in arrangement.stored}
@@ -319,7 +321,7 @@ def _look_alike(ranks: Sequence[Mapping[str, TensorInfo]], origins: Mapping[str,
 
 
 _MARGIN = 64
-"""A program may pack at most so many numbers of a tensor into one integer."""
+"""The most numbers of a tensor that a program may pack into one integer."""
 
 
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:

@@ -330,7 +330,7 @@ class Output:
     # ----------------------------------------------------------------------------------------------------- small files
 
     def _documents_of(self, rank: int) -> dict[str, bytes]:
-        """A rank's config.json, that of an adapter, and its index."""
+        """A rank's config.json, the one of an adapter, and its index."""
         folder = self.plan.mesh.folder(rank)
         documents = {f"{folder}/{CONFIG}": json_bytes(rank_config(self.plan, rank)) + b"\n"}
         if self._adapter is not None:
@@ -391,7 +391,7 @@ class Output:
             yield from self._index(self.files)
 
     def _check_own(self, settings: Settings, content: bytes) -> None:
-        """Raise PlanError if a program's config file that the source has is not that of this model."""
+        """Raise PlanError if the source has a program's config file that describes another model."""
         stored = [(tensor.name, tensor.dtype, shape) for tensor, shape in self.arrangement.tensors_of(0)]
         planned, stated = (
             made_config(settings, document, stored, self.plan.mesh.size)

@@ -33,9 +33,6 @@ _OF_OPTIMIZER = re.compile(
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
 
 
-SAVE_ONE = "save the one model alone, with the names of one of them"
-
-
 class ChoiceError(CheckpointError):
     """A model is chosen that is not there."""
 
@@ -166,7 +163,7 @@ def check_spelling(where: object, names: Iterable[str], spellings: Spellings) ->
         raise CheckpointError(
             f"{where} has names of two spellings: '{of_modules}' of transformers' modules, '{apart}' of published "
             "checkpoints",
-            SAVE_ONE,
+            "save the one model alone, with the names of one of them",
         )
 
 

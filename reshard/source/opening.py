@@ -171,8 +171,9 @@ def _check_recorded(path: FilePath, manifest: Manifest, *, with_sizes: bool) -> 
             what = all_of_it if len(lacking) == len(records) else one
             raise IncompleteError(what, "bring the files of all ranks together")
         for file, size in ((path / record.name, record.size) for record in (records if with_sizes else ())):
-            if file.stat().st_size != size:
-                raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, {MANIFEST} says {size:,}")
+            if (there := file.stat().st_size) != size:
+                kind = CheckpointError if there > size else IncompleteError
+                raise kind(f"{file} has {there:,} bytes, {MANIFEST} says {size:,}", "copy it again from its origin")
 
 
 def lines_of_any(source: Place, access: Access) -> Architecture:

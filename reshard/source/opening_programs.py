@@ -28,14 +28,14 @@ from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, Format
-from reshard.formats.notation.format_file import is_in_modules, with_names
+from reshard.formats.notation.format_file import format_of, is_in_modules, with_names
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import SAVE_ONE, Spell, check_spelling, known_forms, name_all
+from reshard.model.naming import Spell, check_spelling, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -194,23 +194,34 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
     if unlike:
         _, reading, nearest = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, nearest, lacking=True)
+    error = max(misfits, key=lambda misfit: misfit.rank).error
     if trained and model is None:
         config, _ = _config_of(format, folder, ())
         check_spelling(folder.path, _saved(folder, format).tensors, Spellings(folder.architecture(config), config))
-    raise max(misfits, key=lambda misfit: misfit.rank).error
+        raise _with_refusal(error, config)
+    raise error
+
+
+def _with_refusal(error: ReshardError, config: Mapping[str, Any]) -> ReshardError:
+    """The error for a run; if its type's names in modules cannot be read, with the reason in place of the hint."""
+    types = format_of("transformers").types
+    refused = types.refused.get(types.name_of(config))
+    why = f"if these are the names of transformers' modules: this type's cannot be read, as {refused}"
+    return error if refused is None else type(error)(error.message, why)
 
 
 def _check_complete(reading: _Reading, folder: Folder) -> None:
     """Raise CheckpointError if tensors of the model are missing, or if most of those that are there are of another."""
     try:
         check_complete(reading.model, folder.path)
-    except CheckpointError:
+    except CheckpointError as error:
         saved = reading.training.saved.tensors if reading.training is not None else {}
         strangers = len(saved.keys() & {*reading.training.parts.rest}) if reading.training is not None else 0
         if 2 * strangers <= len(saved):
-            raise
+            raise _with_refusal(error, reading.model.config) if reading.training is not None else error from None
         what = f"{strangers:,} of {len(saved):,} tensors are none of '{reading.model.architecture.name}'"
-        raise CheckpointError(f"{folder.path}: {what}", "is config.json that of these tensors?") from None
+        told = CheckpointError(f"{folder.path}: {what}", "is config.json that of these tensors?")
+        raise _with_refusal(told, reading.model.config) from None
 
 
 def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
@@ -412,16 +423,10 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
     if not found:
         (one, first), *others = of_layers
         other, second = next(entry for entry in others if entry[1] - first)
-        whose = {MODULES: "transformers' modules", None: "published checkpoints"}
-        of, ones = (
-            ("formats", (one.name, other.name))
-            if one.name != other.name
-            else ("spellings", (whose[one.spelling], whose[other.spelling]))
-        )
         raise CheckpointError(
-            f"{folder.path} has names of two {of}: '{min(first - second, default='none')}' of {ones[0]}, "
-            f"'{min(second - first)}' of {ones[1]}",
-            SAVE_ONE,
+            f"{folder.path} has names of two formats: '{min(first - second, default='none')}' of '{one.name}', "
+            f"'{min(second - first)}' of '{other.name}'",
+            "save the one model alone",
         )
     return found
 

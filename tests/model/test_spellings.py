@@ -24,14 +24,14 @@ from tests.support import command
 State = dict[str, torch.Tensor]
 
 NOT_READ = {
-    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "glm5_next", "hrm_text", "hunyuan_vl", "inkling2",
+    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "hrm_text", "hunyuan_vl", "inkling2",
     "inkling2_text", "inkling_mm_model", "mistral_large4", "molmo2", "nemo_speechlm", "nemotron_h_omni", "qianfan_ocr",
-    "step3p7", "unlimited_ocr", "diffusion_gemma", "gpt_neox-tied", "paddleocr_vl",
+    "step3p7", "unlimited_ocr", "diffusion_gemma", "gpt_neox-tied",
 }  # fmt: skip
 """Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
 one tensor under two names: of a tied head that is published under another name, or two lines of one name.
 """
-PACKED_OTHERWISE = {"gte", "jina_embeddings_v3", "nomic_bert", "qwen4_exp", "qwen4_exp_text", "lfm3_vl", "esm"}
+PACKED_OTHERWISE = {"qwen4_exp", "qwen4_exp_text", "esm"}
 """They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
 tower: diff does not take these for the same yet.
 """

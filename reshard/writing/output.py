@@ -115,6 +115,7 @@ class Output:
             twice = {second: first for second, first in twice.items() if second in restored}
         self.arrangement = arrangement_of(plan, spelled, twice=twice)
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
+        self._are_sorted = format.files.is_single
         self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
@@ -412,7 +413,7 @@ class Output:
         small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
         configs = [record for record in small if not record.name.endswith(".index.json")]
         files = [file for part in (self, *self.states) for file in part._files[rank]]
-        if self.format.files.is_single:
+        if self._are_sorted:
             files.sort(key=lambda file: file.name)
         yield from configs
         yield from (finished[file.name].record(file.name) for file in files + (self._intact if rank == 0 else []))

@@ -12,7 +12,8 @@ from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format_file import adapter_format
 from reshard.formats.store import FilePath, StoredPath, name_in
-from reshard.model.model import Model
+from reshard.model.binding import bind
+from reshard.model.model import FullTensor, Model
 from reshard.model.naming import LoraError
 from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import Access, Place, find, open_folder, open_source
@@ -55,13 +56,33 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
     if model is None or access.config is not None:
         return open_found(path, access)
     try:
-        return open_folder(folder, model=model)
+        opened = open_folder(folder, model=model)
+        stored = _in_stored_dtypes(opened)
+        return open_folder(folder, model=stored) if stored is not None else opened
     except LoraError:
         if (run := find_lora(folder)) is None:
             raise
         base = open_base(folder, run, model=model)
         sides = {CONFIG: json_bytes(dict(model.config)), **base.side_files}
         return _with_own_adapter(replace(base, side_files=sides), folder, run, access.plan_file)
+
+
+def _in_stored_dtypes(source: Source) -> Model | None:
+    """The model of a source that was opened as that of another, in the dtypes that its files have; None if it is.
+
+    A tensor that the format stores in another dtype than the model's is left as it is.
+    """
+    model, dtypes = source.model, dict[str, str]()
+    for atom, (stored, _) in source.arrangement.atoms.items():
+        infos = (tensors.get(stored.name_on(rank)) for rank, tensors in enumerate(source.ranks))
+        there = next((info.dtype for info in infos if info is not None), stored.dtype)
+        if there != stored.dtype == model.kind_of[atom.tensor].dtype:
+            dtypes[atom.tensor] = there
+    if not dtypes:
+        return None
+    full = [FullTensor(name, dtypes.get(name, kind.dtype), tensor.shape, source.path.name)
+            for tensor in model.tensors for name, kind in [(tensor.name, tensor.kind)]]  # fmt: skip
+    return bind(model.architecture, model.config, full, axes=model.sizes.measured)
 
 
 def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES) -> Source:

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.api import diff, split
+from reshard.api import average, diff, merge, split
 from reshard.delta.differences import SAME, Diff, TensorDiff, rows_of
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.safetensors import build_header, tensor_bytes
 from reshard.pages.diff_page import diff_page
+from tests import store
 from tests.golden import source
 from tests.marks import one_of_each
 from tests.support import LLAMA, change_tensor, command, contents, llama_tensors, write_checkpoint
@@ -265,3 +266,21 @@ def test_eight_bits(dtype: str, codes: tuple[int, int]) -> None:
     left, right = (np.array([code], np.uint8) for code in codes)
     assert distance(left, right, dtype).largest == 2.0
     assert distance(left, left + np.uint8(1), dtype).ulps == 1
+
+
+@pytest.mark.parametrize("form", one_of_each(["dcp", "megatron", "vllm", "own"]))
+def test_files_beside_another_checkpoint_have_their_own_dtypes(form: str, tmp_path: Path) -> None:
+    """Where no config.json says them, too: what is beside is of one model, and may be rounded."""
+    wide = store.checkpoint("llama")
+    merge(wide, narrow := tmp_path / "narrow", dtype="bf16")
+    split(wide, run := tmp_path / "run", **FORMS[form])
+    for document in [*run.glob("*.json")] if form != "own" else ():
+        document.unlink()
+    average(narrow, tmp_path / "expected", others=[wide], dtype="fp32")
+    average(narrow, tmp_path / "mean", others=[run], dtype="fp32")
+    assert contents(tmp_path / "mean") == contents(tmp_path / "expected")
+    done = command("diff", run, wide)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("SAME"), done.stdout
+    rounded = json.loads(command("diff", run, narrow, "--json").stdout)
+    expected = json.loads(command("diff", wide, narrow, "--json").stdout)
+    assert rounded["tensors"] == expected["tensors"]

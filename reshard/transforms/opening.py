@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats.documents import json_bytes
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format_file import adapter_format
@@ -15,6 +15,7 @@ from reshard.formats.store import FilePath, StoredPath, name_in
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.model.naming import LoraError
+from reshard.source.completeness import check_stored
 from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import Access, Place, find, open_folder, open_source
 from reshard.source.source import Folder, Source
@@ -57,14 +58,21 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
         return open_found(path, access)
     try:
         opened = open_folder(folder, model=model)
-        stored = _in_stored_dtypes(opened)
-        return open_folder(folder, model=stored) if stored is not None else opened
+        if (stored := _in_stored_dtypes(opened)) is not None:
+            opened = open_folder(folder, model=stored)
     except LoraError:
         if (run := find_lora(folder)) is None:
             raise
         base = open_base(folder, run, model=model)
         sides = {CONFIG: json_bytes(dict(model.config)), **base.side_files}
         return _with_own_adapter(replace(base, side_files=sides), folder, run, access.plan_file)
+    try:
+        check_stored(opened.arrangement, opened.ranks, path)
+    except MismatchError as error:
+        raise MismatchError(
+            error.message, "these files are not of the same model; their own config.json says of which"
+        ) from None
+    return opened
 
 
 def _in_stored_dtypes(source: Source) -> Model | None:

@@ -284,3 +284,17 @@ def test_files_beside_another_checkpoint_have_their_own_dtypes(form: str, tmp_pa
     rounded = json.loads(command("diff", run, narrow, "--json").stdout)
     expected = json.loads(command("diff", wide, narrow, "--json").stdout)
     assert rounded["tensors"] == expected["tensors"]
+
+
+@pytest.mark.parametrize("form", one_of_each(["dcp", "megatron", "vllm"]))
+def test_files_of_another_shape_are_not_read_as_the_model_beside(form: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    sizes = {"intermediate_size": 2 * LLAMA["intermediate_size"]}
+    other = write_checkpoint(tmp_path / "other", config=LLAMA | sizes)
+    split(other, run := tmp_path / "run", **FORMS[form])
+    for document in run.glob("*.json"):
+        document.unlink()
+    for line in (["diff", model, run], ["average", model, run, tmp_path / "mean"]):
+        done = command(*line)
+        assert done.returncode != 0 and "mlp." in done.stderr and "not of the same model" in done.stderr, done.stderr
+    assert not (tmp_path / "mean").exists()

@@ -210,8 +210,8 @@ MUTATIONS = (
     # resuming, tied tables, casts
     Mutation("reshard/move", "any(moved.written.get(target.name) != part.digest() for target, part in sums.items())",
              "False", RESUMING),
-    Mutation("reshard/model", "for last in lasts if (last.dtype, last.shape, last.local) ==",
-             "for last in lasts if last and", TIED),
+    Mutation("reshard/model", "for b, a in pairs if (b.dtype, b.shape, b.local) ==",
+             "for b, a in pairs if b and", TIED),
     Mutation("verify/bytes", "steps = np.rint(np.ldexp(", "steps = np.floor(np.ldexp(", CASTS),
     # adapters, and ranges of what is computed
     Mutation("reshard/transforms", "ends[block.expert] if side_by_side else 0", "0",

@@ -97,7 +97,7 @@ FUNCTIONS, FLAGS, VALUED = (
     for words in (
         "average diff inspect merge patch plan profile split verify",
         "backward compress dequantize download dry-run exact-only fsync overwrite quiet same-ranks streamed uneven",
-        "adapter as batch cache-dir compute-dtype config device dtype engine engine-python ep link loader "
+        "adapter as batch cache-dir compute-dtype config device dtype engine engine-python ep flops link loader "
         "max-shard-size memory names out pad-vocab-to part patch phase plan pp pp-layers predict-tp prompt quantize "
         "rank ranks revision seconds seed seq timeout token tp weights workers",
     )

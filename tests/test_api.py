@@ -41,7 +41,7 @@ OF_THE_TERMINAL = {"as_json", "report", "debug"}
 MORE = {
     "split": {"moves", "progress", "quiet"},
     "merge": {"into", "moves", "progress", "quiet"},
-    "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver", "link"},
+    "plan": {"save_file", "draft_file", "tp_plan", "trainer", "receiver"},
     "verify": {"quiet", "dry_run"},
 }
 ROLES = ["split", "merge", "plan", "inspect", "verify", "profile"]

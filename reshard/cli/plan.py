@@ -273,7 +273,8 @@ def _print_program(plan: Plan, format: Format, request: PlanRequest, as_json: bo
     table = align(cells, right=(5, 6), width=terminal_width(), elastic=(0, 1))
     document = {"source": source, "format": format.name, "mesh": mesh, "rows": [fields_of(row) for row in rows]}
     document |= _per_token(plan, request.rates)
-    sent = align([*traffic_pairs(plan, request.rates)] or [("", "")], right=(), width=None)
+    pairs = [*traffic_pairs(plan, request.rates)]
+    sent = align(pairs, right=(), width=None) if pairs else []
     lines = (f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {', '.join(names)}", *sent)
     print_answer(as_json, document, *lines)
 

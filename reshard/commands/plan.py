@@ -114,7 +114,7 @@ class PossibleDegrees(PlanAnswer):
         valid = (
             f"Valid degrees: {', '.join(map(str, swept.valid))}. 'reshard plan {source} --tp N' shows one in detail."
         )
-        of_time = [f"Collectives: at {speeds_of(self.rates)} a rank; --link and --flops give others."]
+        of_time = [f"Collectives: at {speeds_of(self.rates)} a rank (--link, --flops)."]
         of_time *= len(self.plans) > 1
         return "\n".join([f"{source}: {title(self.model)}", "", *table, "", *of_time, *of_ep, valid])
 

@@ -154,10 +154,10 @@ class Spellings:
     def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
         format = format_of("transformers").of(config)
-        self._in_modules, self._published = format.rules, in_published().of(config).rules
+        self._of_types, self._published = format.rules, in_published().of(config).rules
         self._of_form: dict[Hashable, list[str] | None] = {}
         is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
-        self._is_known = not is_bare and bool(self._in_modules.lines or self._published.lines)
+        self._is_known = not is_bare and bool(self._of_types.lines or self._published.lines)
 
     @cached_property
     def _joined(self) -> frozenset[str]:
@@ -186,9 +186,9 @@ class Spellings:
     @cached_property
     def _sources(self) -> Mapping[str, str]:
         """The same the other way, where they differ: of lines that give the same name, the first counts."""
-        lines = {id(line): place for place, line in enumerate(self._in_modules.lines)}
+        lines = {id(line): place for place, line in enumerate(self._of_types.lines)}
         pairs = [(source, name) for source, name in self._renamed.items() if name != source]
-        pairs.sort(key=lambda pair: -min((lines[id(use.line)] for use in self._in_modules.uses(pair[0])), default=0))
+        pairs.sort(key=lambda pair: -min((lines[id(use.line)] for use in self._of_types.uses(pair[0])), default=0))
         return {name: source for source, name in pairs}
 
     def tensor(self, name: str) -> Hashable:
@@ -206,7 +206,7 @@ class Spellings:
         if (found := self._of_module(name)) is not None:
             return found[0]
         match = self._architecture.match(name)
-        return self._by_lines(self._in_modules, name, match) if match and match.template in self._renamed else None
+        return self._by_lines(self._of_types, name, match) if match and match.template in self._renamed else None
 
     def _of_module(self, name: str) -> tuple[str, str] | None:
         """A name as modules have it, with the root or without, and the same in the architecture's own spelling; None if
@@ -218,7 +218,7 @@ class Spellings:
         stem, source = (filled(each, found[1]) for each in (found[0], self._sources.get(found[0], found[0])))
         if not stem.endswith("*"):
             return stem, source
-        use = self._use(self._in_modules, name, match) if match is not None else None
+        use = self._use(self._of_types, name, match) if match is not None else None
         is_own = match is not None and not match.template.endswith("*")
         if is_own or (use is not None and len(use.line.sources[use.source].text) > len(stem)):
             return None
@@ -250,7 +250,7 @@ class Spellings:
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
 
     def only(self, names: str) -> Callable[[str], str | None]:
-        """Gives a name again that is ``published``, or one of ``modules``."""
+        """A spelling that knows only names that are ``published``, or those of ``modules``."""
         spell = self.in_modules if names == MODULES else self.published
         return lambda name: name if spell(name) == name else None
 

@@ -172,7 +172,7 @@ def _check_recorded(path: FilePath, manifest: Manifest, *, with_sizes: bool) -> 
             raise IncompleteError(what, "bring the files of all ranks together")
         for file, size in ((path / record.name, record.size) for record in (records if with_sizes else ())):
             if (there := file.stat().st_size) != size:
-                kind = CheckpointError if there > size else IncompleteError
+                kind = CheckpointError if there else IncompleteError
                 raise kind(f"{file} has {there:,} bytes, {MANIFEST} says {size:,}", "copy it again from its origin")
 
 

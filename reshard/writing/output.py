@@ -108,7 +108,8 @@ class Output:
         is_spelled = is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path)
         spelled = in_modules(format) if is_spelled else format
         # a loader asks for each name that was saved
-        is_named = format.files.is_distributed and format.rules.keep and names != PUBLISHED
+        is_run = source.checkpoint is None and names == PUBLISHED  # whose second names are the trainer's
+        is_named = format.files.is_distributed and format.rules.keep and not is_run
         twice = source.twice if state is not None else source.aliases
         if not is_named:
             restored = {name for file in source.record.files for name in file.tensors} if is_restored else ()

@@ -9,12 +9,13 @@ JOBS ?= 4
 demo: .venv/ready
 	$(BIN)/reshard demo
 
-# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md)
+# about two minutes: the laws, and one of each kind; test-all: each model, mesh, moment and example (tests/README.md);
+# ROOM=verify takes the tests in tests/verify alone
 test: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m "not thorough" $(ROOM:%=tests/%)
 
 test-all: .venv/ready
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -rs -m thorough $(ROOM:%=tests/%)
 
 # on a machine with a GPU: the other tests use none
 test-gpu: .venv/ready

@@ -39,9 +39,9 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-AXES = ("tests/formats/test_axes.py", "tests/reshard/test_slabs.py", "tests/reshard/test_split.py")
-MOVES = ("tests/reshard/test_slabs.py", "tests/reshard/test_split.py", "tests/reshard/test_lost_or_mixed.py")
-SUMS = ("tests/reshard/test_checksum.py", "tests/reshard/test_split.py")
+AXES = ("tests/formats/test_axes.py", "tests/move/test_slabs.py", "tests/commands/test_split.py")
+MOVES = ("tests/move/test_slabs.py", "tests/commands/test_split.py", "tests/publishing/test_lost_or_mixed.py")
+SUMS = ("tests/move/test_checksum.py", "tests/commands/test_split.py")
 COLLECTIVES = ("tests/verify/test_collectives.py", "tests/verify/test_layers.py", "tests/verify/test_uneven_forward.py")
 LAYERS = ("tests/verify/test_layers.py", "tests/verify/test_forward.py")
 FORWARD = ("tests/verify/test_limits.py", "tests/verify/test_forward.py")
@@ -49,20 +49,24 @@ BOTH_SIDES = ("tests/verify/test_encoder_decoder.py",)
 NOISE = ("tests/verify/test_noise.py", *FORWARD)
 EXACT = ("tests/verify/test_exact.py", "tests/verify/test_folder.py")
 CHUNKS = ("tests/verify/test_chunks.py",)
-QUANTIZED = ("tests/formats/test_quantization.py", "tests/reshard/test_quantized.py", "tests/reshard/test_outside.py")
+QUANTIZED = (
+    "tests/formats/test_quantization.py",
+    "tests/source/test_quantized.py",
+    "tests/commands/test_hostile_input.py",
+)
 EXPERTS = ("tests/verify/test_layers.py", "tests/verify/test_experts.py")
 ZOO = ("tests/test_zoo_sanity.py",)
-PLACES = ("tests/reshard/test_pieces.py",)
-KILLS = ("tests/reshard/test_output.py",)
-PARTS = ("tests/reshard/test_parts.py",)
-BUCKETS = ("tests/reshard/test_ranges.py",)
-ORDERS = ("tests/reshard/test_bucket_interleavings.py",)
+PLACES = ("tests/placement/test_pieces.py",)
+KILLS = ("tests/publishing/test_output.py",)
+PARTS = ("tests/publishing/test_parts.py",)
+BUCKETS = ("tests/stores/test_remote_ranges.py",)
+ORDERS = ("tests/publishing/test_bucket_interleavings.py",)
 LAUNCHES = ("tests/verify/test_launch.py",)
-RESUMING = ("tests/reshard/test_resuming.py",)
-TIED = ("tests/reshard/test_tied_twice.py",)
-CASTS = ("tests/reshard/test_cast.py",)
+RESUMING = ("tests/publishing/test_resuming.py",)
+TIED = ("tests/source/test_tied_twice.py",)
+CASTS = ("tests/transforms/test_cast.py",)
 GRADIENTS = ("tests/verify/test_forward.py::test_gradients_are_those_of_the_original",)
-UNEVEN = ("tests/reshard/test_uneven.py",)
+UNEVEN = ("tests/mesh/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
 VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
 PROFILE = ("tests/verify/test_profile.py",)
@@ -176,7 +180,7 @@ MUTATIONS = (
     Mutation("verify", "            show()\n\n    thread", "            pass\n\n    thread", COMMANDS),
     # parts, uploads, requests that are made again
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
-             ("tests/reshard/test_launcher.py",)),
+             ("tests/publishing/test_launcher.py",)),
     Mutation("reshard", "== uploaded.etag}", "is not None}", BUCKETS),
     Mutation("reshard", "etag_of(answer) or etag_of(meta)", "etag_of(meta)", ORDERS),
     Mutation("reshard", "if content is not None and isinstance(error, PublishedError):",
@@ -196,9 +200,9 @@ MUTATIONS = (
              ("tests/programs/test_oracles.py", "tests/programs/test_megatron.py")),
     # recognising, and reading what lies elsewhere
     Mutation("reshard", "max([count, *counts, mesh.size if mesh else 0])", "max([count, *counts])",
-             ("tests/reshard/test_inspect_programs.py",)),
+             ("tests/commands/test_inspect_programs.py",)),
     Mutation("reshard", "whole[begin - first : end - first] if end - first <= len(whole) else None",
-             "whole[begin - first : end - first]", ("tests/reshard/test_ranges.py", "tests/reshard/test_hub.py")),
+             "whole[begin - first : end - first]", ("tests/stores/test_remote_ranges.py", "tests/stores/test_hub.py")),
     Mutation("formats", 'condition + (f" and ({rule.when.text})" if rule.when else "")',
              "rule.when.text if rule.when else condition",
              ("tests/formats/test_format_file.py",)),
@@ -211,11 +215,11 @@ MUTATIONS = (
     Mutation("verify/bytes", "steps = np.rint(np.ldexp(", "steps = np.floor(np.ldexp(", CASTS),
     # adapters, and ranges of what is computed
     Mutation("reshard/transforms", "ends[block.expert] if side_by_side else 0", "0",
-             ("tests/reshard/test_converted_adapters.py::test_different_as_lie_side_by_side",)),
+             ("tests/transforms/test_converted_adapters.py::test_different_as_lie_side_by_side",)),
     Mutation("reshard/transforms", "matrix, along, rows, at)", "matrix, along, rows, 0)",
-             ("tests/reshard/test_merged_adapters.py::test_it_is_merged_as_peft_merges_it",)),
+             ("tests/transforms/test_merged_adapters.py::test_it_is_merged_as_peft_merges_it",)),
     Mutation("reshard/transforms", "data[begin - first * unit :]", "data[0:]",
-             ("tests/reshard/test_merged_adapters.py::test_no_bit_depends_on_the_range_that_is_read",)),
+             ("tests/transforms/test_merged_adapters.py::test_no_bit_depends_on_the_range_that_is_read",)),
     # ranks as threads
     Mutation("verify/rank", "return total.to(x.device, copy=True)", "return total.to(x.device)", LAUNCHES),
     Mutation("verify/rank", "for rank in range(1, self.size):", "for rank in range(1, 2):", COLLECTIVES),

@@ -140,7 +140,7 @@ def read_mesh(value: object, where: str) -> Mesh:
     document = table.others(json_object)
     for name, degree in document.items():
         if name not in {"pp", "tp", "ep"} or type(degree) is not int or not 1 <= degree <= MOST_RANKS:
-            raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is no mesh dimension")
+            raise Unfit(f"{where}: {brief(name)} of {brief(degree)} is not a mesh dimension")
     inner = {name: degree for name, degree in document.items() if name != "pp"}
     if not (inner if mesh.same_ranks else document):
         raise Unfit(f"{where} has no dimensions{' over the same ranks' if mesh.same_ranks else ''}")

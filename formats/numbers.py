@@ -67,8 +67,8 @@ def convert(codes: NDArray[Any], dtype: str, target: str, out: NDArray[Any]) -> 
 
 @cache
 def _table(dtype: str, target: str) -> tuple[NDArray[Any], NDArray[np.bool_], int]:
-    """What numbers of 16 bits, by these, are in another dtype of 16 bits, which of them become infinite, and the least
-    magnitude, in bits, of those.
+    """Return every number of 16 bits in another dtype of 16 bits, a mask of those that become infinite, and the least
+    magnitude of these, in bits.
     """
     every = np.arange(1 << 16, dtype="<u2").view(CODES[dtype])
     table = np.empty(1 << 16, CODES[target])

@@ -64,15 +64,28 @@ def speed_of(text: str) -> float:
     return float(size_of(text.removesuffix("/s")))
 
 
+def flops_of(text: str) -> float:
+    """Operations per second: ``990TFLOP/s``. Raises ValueError."""
+    match = re.fullmatch(r"(.*[KMGT])FLOP(/S|S)", text.upper())
+    if match is None:
+        raise ValueError(f"'{text}' is not a speed such as 990TFLOP/s")
+    return float(size_of(match[1]))
+
+
 def human_bytes(count: float) -> str:
     """``1.23 GB``, in decimal units as the Hub has them."""
+    return scaled(count, "B")
+
+
+def scaled(count: float, unit: str) -> str:
+    """A count with a decimal prefix: ``1.23 GFLOP``."""
     if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
+        return f"{count:.0f} {unit}"
+    for prefix in ("k", "M", "G", "T"):
         count /= 1000
-        if count < 999.995 or unit == "TB":
+        if count < 999.995 or prefix == "T":
             break
-    return f"{count:.2f} {unit}"
+    return f"{count:.2f} {prefix}{unit}"
 
 
 def human_seconds(seconds: float) -> str:

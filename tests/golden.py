@@ -27,7 +27,7 @@ from reshard.formats.files.safetensors import build_header, tensor_bytes
 from tests.dequantize import METHODS
 from tests.programs.oracles import ORACLES
 from tests.programs.quantized import make
-from tests.reshard.test_quantized import checkpoint
+from tests.source.test_quantized import checkpoint
 from tests.support import contents
 
 TABLE = Path(__file__).parent / "golden.txt"

@@ -36,7 +36,7 @@ from reshard.verify.bytes.exact import verify_exact
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.programs.quantized import make
-from tests.reshard.test_quantized import checkpoint
+from tests.source.test_quantized import checkpoint
 from tests.support import LLAMA, contents, write_checkpoint, write_tied_twice
 
 ONE = {"workers": 1, "fsync": False}

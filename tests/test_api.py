@@ -195,7 +195,7 @@ def test_a_refusal_is_data_and_words() -> None:
 def test_a_path_may_be_text(tmp_path: Path) -> None:
     with pytest.raises(reshard.ReshardError, match=r"x\.toml"):
         reshard.plan(checkpoint("llama"), plan_file="x.toml")
-    with pytest.raises(reshard.ReshardError, match="no name for a new folder"):
+    with pytest.raises(reshard.ReshardError, match="not a name for a new folder"):
         reshard.split(checkpoint("llama"), ".", tp=2)
 
 

@@ -27,8 +27,8 @@ from reshard.cli.demo import CONFIG, compare, write_model
 from reshard.formats.files.safetensors import build_header, read_header
 from tests import support
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
 from tests.slow import Turns
+from tests.stores.hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 _INSTALLED = Path(sys.executable).with_name("reshard")
@@ -296,7 +296,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "no weights" in refused("split", tmp_path / "empty", tmp_path / "out", "--tp", "2")
     assert "no weights" in refused("inspect", tmp_path / "empty")
     for name in ("", ".", "/", ".."):
-        assert "is no name for a new folder" in refused("diff", model, tp4, "--out", name, cwd=tmp_path / "empty")
+        assert "is not a name for a new folder" in refused("diff", model, tp4, "--out", name, cwd=tmp_path / "empty")
     assert "nothing to merge" in refused("merge", model, tmp_path / "out")
     assert "one rank" in refused("split", tp4 / "rank-00-of-04", tmp_path / "out", "--tp", "2")
     assert "same folder" in refused("split", model, model, "--tp", "2")
@@ -304,7 +304,7 @@ def test_wrong_paths(model: Path, tp4: Path, tmp_path: Path) -> None:
     assert "same folder" in refused("merge", tp4, tp4, "--overwrite")
     assert "no such folder" in refused("split", model, tmp_path / "a" / "b", "--tp", "2")
     for name in (".", "..", "/"):
-        assert "no name for a new folder" in refused("split", model, name, "--tp", "2", cwd=tmp_path / "empty")
+        assert "not a name for a new folder" in refused("split", model, name, "--tp", "2", cwd=tmp_path / "empty")
     assert list(tmp_path.iterdir()) == [tmp_path / "empty"]
 
 
@@ -564,7 +564,11 @@ def test_plan_without_a_degree_lists_all(model: Path) -> None:
     assert set(refusals) >= {3, 5, 6, 7, 10, 12}
     assert refusals[6] == "8 attention heads do not divide by 6"
     text = ok("plan", model)
-    assert re.search(r"^ +8  yes .*on other ranks too, vocab padded 101 -> 104$", text, re.MULTILINE)
+    assert re.search(
+        r"^ +8  yes .*on other ranks too, [0-9]+% of the time in collectives, vocab padded 101 -> 104$",
+        text,
+        re.MULTILINE,
+    )
     assert "Valid degrees: 1, 2, 4, 8." in text
     assert document("plan", model, "--no-pad-vocab")["valid_degrees"] == [1]
 

@@ -30,8 +30,8 @@ from reshard.cli.commands import cli
 from reshard.cli.demo import CONFIG, write_model
 from tests.marks import of_ranks, thorough
 from tests.programs import test_trainers as trainers
-from tests.reshard.hub_server import HubServer
-from tests.reshard.store_server import StoreServer
+from tests.stores.hub_server import HubServer
+from tests.stores.store_server import StoreServer
 from tests.support import command
 from tests.test_cli import in_one_process
 

@@ -30,7 +30,7 @@ VALUES = {
     "--adapter": "model", "--patch": "model", "--into": "model", "--from": "fsdp2:2", "--to": "vllm:tp2",
     "--dtype": "fp32", "--quantize": "fp8-block", "--names": "modules",
     "--weights": "0.25,0.75", "--link": "10GB/s", "--timeout": "7", "--engine": "vllm", "--engine-python": "nowhere",
-    "--loader": "nowhere",
+    "--loader": "nowhere", "--flops": "1TFLOP/s",
 }  # fmt: skip
 """What the options are given; the others are flags."""
 NO_RESULT = {

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from reshard.commands.plan import PlanRequest, PossibleDegrees, possible_degrees
+from reshard.formats.mesh import Mesh
 from reshard.formats.notation.format_file import OWN
-from reshard.mesh.plan import Degrees, Plan
+from reshard.mesh.plan import Degrees, Plan, make_plan
+from reshard.model.model import Model
 from reshard.pages.plan_page import plan_page
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import Access
@@ -39,7 +42,13 @@ def plan_named(name: str) -> Plan:
 
 
 def page_named(name: str) -> str:
-    return plan_page(plan_named(name), f"a <b>{name}</b>", [("2", "yes", "1 MB"), ("3", "no", "no <3> heads")])
+    plan = plan_named(name)
+    return plan_page(plan, f"a <b>{name}</b>", possible_of(plan.model))
+
+
+def possible_of(model: Model) -> PossibleDegrees:
+    """The degrees that a model can have."""
+    return possible_degrees(make_plan(model, Mesh()), PlanRequest("model"))
 
 
 PART = re.compile(
@@ -70,7 +79,7 @@ def test_what_is_drawn_is_what_the_ranks_hold(name: str) -> None:
 
 def test_what_it_says() -> None:
     text = page_named("phi3")
-    assert "a &lt;b&gt;phi3&lt;/b&gt; on 4 ranks, tp 4" in text and "<b>" not in text and "no &lt;3&gt; heads" in text
+    assert "a &lt;b&gt;phi3&lt;/b&gt; on 4 ranks, tp 4" in text and "<b>" not in text
     assert re.findall(r'class="part">(\w+)<', text) == ["q", "k", "v", "gate", "up"]
     assert text.count("⊕ all-reduce, ") == 3 and "padding with zeros" in text and "on every rank" in text
     assert "Layers 0 to 2" in text
@@ -114,14 +123,17 @@ def test_experts_are_drawn_on_all_their_ranks() -> None:
     assert text.count("⊕ all-reduce, ") == len(re.findall(r'</figure><span class="reduce">', text)) == 3
     model = open_any(store.checkpoint("mixtral", experts=9), Access()).model
     assert (
-        plan_page(plan_for(model, OWN, Degrees(tp=1, ep=9)), "many", []).count(", drawn for 8 of 9 sets of ranks") == 3
+        plan_page(plan_for(model, OWN, Degrees(tp=1, ep=9)), "many", possible_of(model)).count(
+            ", drawn for 8 of 9 sets of ranks"
+        )
+        == 3
     )
 
 
 def test_a_tower_has_layers_of_its_own() -> None:
     """They are on every rank, and none of the language model's."""
     plan = plan_for(open_any(store.checkpoint("qwen3_vl"), Access()).model, OWN, Degrees(tp=2))
-    found = re.findall(r"<h3>([^<]*)<", plan_page(plan, "tower", []))
+    found = re.findall(r"<h3>([^<]*)<", plan_page(plan, "tower", possible_of(plan.model)))
     assert found[:2] == ["Before the layers", "Layers 0 to 2"] and found[-1] == "After the layers"
     assert found[2].startswith("model.visual.blocks 0")
 
@@ -138,7 +150,7 @@ def test_the_shape_on_each_rank(tmp_path: Path) -> None:
     config = {**LLAMA, "hidden_size": 24, "intermediate_size": 22}
     source = open_any(write_checkpoint(tmp_path / "model", config=config), Access())
     plan = plan_for(source.model, OWN, Degrees(tp=8, uneven=True))
-    text = plan_page(plan, "uneven", [])
+    text = plan_page(plan, "uneven", possible_of(plan.model))
     assert all(
         f"up_proj.weight\nff hidden\n22x24; {1 if rank == 7 else 3}x24 on rank {rank}<" in text for rank in range(8)
     )

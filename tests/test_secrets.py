@@ -22,7 +22,7 @@ from reshard.store.hub import _Request
 from reshard.verify.command import VerifyRequest
 from reshard.verify.profile.job import ProfileRequest
 from tests.marks import thorough
-from tests.reshard.store_server import StoreServer, status, upload
+from tests.stores.store_server import StoreServer, status, upload
 from tests.support import command, write_checkpoint
 
 SECRET = "hunter2"

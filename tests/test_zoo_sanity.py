@@ -35,7 +35,7 @@ from reshard.verify.bytes.rules import with_sound_config
 from reshard.verify.rank.trace import inputs_of, running
 from tests import remote, store, zoo
 from tests.marks import thorough
-from tests.reshard.test_stages import REFUSED, check_layers, stages_of
+from tests.mesh.test_stages import REFUSED, check_layers, stages_of
 from tests.support import assert_boxes_make_up_the_tensors, contents
 
 FORMAT = format_of("transformers")

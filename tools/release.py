@@ -1,6 +1,4 @@
-"""The files that a release would upload: a wheel and a source archive, built and tried without the checkout.
-
-Nothing is uploaded.
+"""Build and try what a release would upload, a wheel and a source archive, without the checkout. Nothing is uploaded.
 
     python -m tools.release PYTHON [PYTHON ...]
 

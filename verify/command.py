@@ -96,7 +96,7 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     if original.is_split and (request.engine is not None or request.loader is not None):
         raise _not_run(request)
     if answer.wants_forward and original.is_split:
-        answer.notes.append(f"No forward was run: {_not_run(request).message}.")
+        answer.notes.append(f"No forward pass was run: {_not_run(request).message}.")
     if crew is None or crew.is_first:
         structure = shards if isinstance(shards, ExactReport) else structure_of(original, shards)
         if isinstance(structure, ExactReport):
@@ -161,7 +161,7 @@ def _check_machine(request: VerifyRequest) -> None:
 
 def _not_run(request: VerifyRequest) -> CheckpointError:
     """Return an error that says why the original does not run: it is split, or a trainer's own form."""
-    message = f"{request.original} is no full checkpoint, which alone runs"
+    message = f"{request.original} is not a full checkpoint, and only one can run"
     return CheckpointError(message, "'reshard merge' writes one of it: give that")
 
 
@@ -280,7 +280,7 @@ def needs(request: VerifyRequest) -> Needs:
     ReshardError.
     """
     if request.exact_only:
-        raise ReshardError("--dry-run says what the forward pass takes, and --exact-only runs none", "leave one out")
+        raise ReshardError("--dry-run says what a forward pass needs, and --exact-only runs none", "leave one out")
     _check_machine(request)
     original, _, shards = _open(request)
     if original.is_split:

@@ -129,7 +129,7 @@ def step_of(tracker: FilePath | str, content: bytes) -> str:
         if not re.fullmatch(r"release|iter_[0-9]{7,}", name):
             raise CheckpointError(f"{tracker}: {brief(text)} is neither a number nor 'release'")
     if not is_inside(name):
-        raise CheckpointError(f"{tracker}: {brief(text)} is no name of a folder")
+        raise CheckpointError(f"{tracker}: {brief(text)} is not the name of a folder")
     return name
 
 

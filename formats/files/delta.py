@@ -94,7 +94,7 @@ def _change(fields: Record) -> Change:
     change = structure(Change, fields)
     how = change.how
     if how not in (SAME, SPARSE, WHOLE, GONE, XOR):
-        raise Unfit(f"'{how}' is no way to store a change")
+        raise Unfit(f"'{how}' is not a way to store a change")
     if (change.base is None and how not in (WHOLE, GONE)) or (change.result is None and how != GONE):
         raise Unfit(f"a tensor that is '{how}' has no checksum")
     if how == SAME and change.base != change.result:
@@ -215,14 +215,14 @@ def _read_slime(path: FilePath, base: Delta) -> Delta:
             "delta_encoding": (XOR, OVERWRITE), "compression_format": ("zstd",), "checksum_format": (XXH, BLAKE, ADLER),
         }.items():  # fmt: skip
             if settings.get(key) not in values:
-                raise Unfit(f"{key} is none of {', '.join(values)}")
+                raise Unfit(f"{key} should be one of {', '.join(values)}")
         named = mapping(file_name)(index.get("weight_map"), "weight_map")
         return settings, {*named.values()}
 
     index = read_document(path / INDEX, MAX_INDEX, read)[1] if (path / INDEX).is_file() else None
     if index is None:
         hint = "'reshard diff A B --out DELTA' writes one"
-        raise CheckpointError(f"{path} is no delta: it has no {DELTA}, and no {INDEX} of slime's", hint)
+        raise CheckpointError(f"{path} is not a delta: it has no {DELTA}, and no {INDEX} of slime's", hint)
     settings, names = index
     changes = dict(base.changes)
     for name in names:

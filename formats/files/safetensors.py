@@ -255,7 +255,7 @@ def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
         raise CheckpointError(
             f"{path}: the header should have {length} bytes, but only {file_size - 8} follow its length "
             f"(the file has {file_size})",
-            DAMAGED + ", or it is no safetensors file",
+            DAMAGED + ", or it is not a safetensors file",
         )
     if length > MAX_HEADER:
         raise CheckpointError(

@@ -268,7 +268,7 @@ class FactorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A parameter that PEFT may have wrapped: the names of what belongs to it begin with ``place``.
+    """A parameter that PEFT may have wrapped. The names of the tensors that belong to it begin with ``place``.
 
     ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``forms``: it is a
     stack of matrices, and its A and B have one of these.
@@ -389,7 +389,9 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
 def belongings(
     base: Architecture, config: Mapping[str, Any], settings: Settings
 ) -> Iterator[tuple[str, Adapted, str, tuple[Rule, ...]]]:
-    """The lines of what belongs to each parameter: the parameter, the end of the line's name, and its rules."""
+    """Yield the lines of the tensors that belong to each parameter: the parameter, the end of the line's name, and its
+    rules.
+    """
     for name, tensors in parameters(base, config).items():
         if name.endswith(".bias"):
             target = Adapted(tensors, name.removesuffix("bias"))
@@ -405,7 +407,9 @@ def belongings(
 
 
 def _rules(tensors: Sequence[ModuleTensor], axes: Sequence[str], ranks: Sequence[int] = (1,)) -> tuple[Rule, ...]:
-    """Rules for what belongs to a tensor: these axes for each shape that it may have, under the same conditions."""
+    """Return rules for tensors that belong to another: these axes for each shape that it may have, under its
+    conditions.
+    """
     rules = []
     every = [(shape, when) for tensor in tensors for shape, when in tensor.shapes]
     for when, pairs in groupby(every, key=lambda pair: pair[1]):

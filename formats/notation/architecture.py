@@ -1,4 +1,4 @@
-"""An architecture: what the dimensions of each of its tensors mean, and which of its lines covers a name.
+"""An architecture: the meaning of each tensor's dimensions, and the line that covers a name.
 
 It is read here from the parsed form of its file, which a manifest has too: plain strings, lists and tables. The files
 are read in ``architecture_files``.
@@ -42,7 +42,7 @@ from reshard.formats.notation.expressions import Expression, read_expression
 CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
 """The defaults of transformers' configuration classes, for settings that a ``config.json`` lacks."""
 SETTINGS = "peft_config"
-"""The entry of a config that has an adapter's own settings, beside those of the model that it changes."""
+"""The entry of a config for an adapter's own settings, beside those of the model that it changes."""
 
 
 def one_or_all(values: Sequence[object]) -> Any:
@@ -425,7 +425,8 @@ def config_defaults() -> Mapping[str, Mapping[str, Any]]:
 
 
 def newer_than_tables(config: Mapping[str, Any]) -> str | None:
-    """The two versions in words, if a newer transformers wrote a ``config.json`` than that of which tables were made.
+    """Return both versions in words if a ``config.json`` was written by a newer transformers than the one behind the
+    tables.
 
     None if it is no newer, or does not say.
     """

@@ -31,7 +31,7 @@ MAX_PLAN = 16 << 20
 BUILT_IN = Path(__file__).parents[1] / "architectures"
 BASES = BUILT_IN / "bases"
 HEADS = BASES / "heads.toml"
-"""Rules that every built-in architecture has beside its own: what stands in the place of a language model's head."""
+"""Rules that every built-in architecture has beside its own, for heads that replace a language model's."""
 STAGES = BASES / "stages.toml"
 """Rules for the tensors behind the layers of most models. Every architecture has them beside its own file."""
 
@@ -232,7 +232,7 @@ def find_architecture(config: Mapping[str, Any], where: FilePath) -> Architectur
     path = built_in_file(config)
     if path is None and "_diffusers_version" in config:
         raise PlanError(
-            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is no language model",
+            f"{where} is a model of diffusers ({brief(config.get('_class_name'))}), which is not a language model",
             "give the folder of a model that transformers loads, such as the pipeline's text_encoder",
         )
     if path is None and not isinstance(model_type, str):

@@ -1,4 +1,4 @@
-"""The notation: a tensor's shape in named axes, and what a rank owns of it.
+"""The notation: a tensor's shape in named axes, and the part of it on each rank.
 
 ``"(kv group head) hidden"`` names every dimension of a query projection. One token per dimension: an axis, an integer,
 or a parenthesised sum of products, in which the leftmost factor is slowest (row-major) and ``+`` concatenates summands.
@@ -50,7 +50,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Share:
     """Part number ``index`` of an axis that is cut into ``parts``: equal parts or, with ``unit``, parts of whole units
-    of so many indices.
+    of that many indices.
 
     With units, each part has the number of units over ``parts``, rounded up; the last parts have what is left, which
     may be nothing. The last unit may be shorter.
@@ -139,7 +139,7 @@ class Dim:
         return (*rows, replace(last, step=self.step, per=self.per)) if last.size(sizes) % self.step == 0 else (self,)
 
     def in_rows(self, sizes: Mapping[str, int]) -> Dim:
-        """The same dimension as a product of what it unfolds to: rows, and the blocks of one row."""
+        """Return the same dimension as a product of rows and the blocks of one row."""
         factors = self.unfolded(sizes)
         return self if len(factors) == 1 else Dim((Summand(factors),))
 

@@ -56,7 +56,7 @@ class Component:
         """
         place = next((i for i, factor in enumerate(self.factors) if factor.axis == axis), None)
         if place is None or sizes[axis] % 2:
-            raise NotationError(f"'{axis}' is no factor of '{self.shape}' that can be halved")
+            raise NotationError(f"'{axis}' is not a factor of '{self.shape}' that can be halved")
         dim = next(dim for dim in range(len(self.counts)) if place in self.of_dim(dim))
         counts = tuple(count + (i == dim) for i, count in enumerate(self.counts))
         two = (_single(2), _single(sizes[axis] // 2))

@@ -75,7 +75,7 @@ class Pattern:
         return matched.groupdict() if matched else None
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The name in which the wildcards stand for this."""
+        """Return the name in which the wildcards stand for these texts."""
         parts = [*self._parts]
         parts[1::2] = [values[name] for name in self._names]
         return "".join(parts)
@@ -133,7 +133,7 @@ READERS |= {Pattern: lambda value, where: Pattern(text(value, where)), Cut: _cut
 
 @dataclass(frozen=True)
 class Line:
-    """A tensor of the program's, and what it is made of.
+    """A tensor of the program, and the tensors that it is made of.
 
     The line holds where ``when`` is true of the model, no tensor matches ``without``, and some tensor matches
     ``beside``, with the same indices. ``types`` are the classes and model types for which it holds, as ``config.json``
@@ -170,7 +170,7 @@ class Line:
     types: frozenset[str] | None = field(default=None, metadata={"key": None})
 
     def __post_init__(self) -> None:
-        """Raise NotationError for what does not fit together."""
+        """Raise NotationError if the entries do not fit together."""
         if self.ones is not None and len(self.sources) > 1:
             raise NotationError(f"'{self.target.text}': 'ones' is for what is made of one tensor")
         for source in self.sources:
@@ -284,7 +284,9 @@ class Settings:
 
 
 def _named(kind: Callable[..., T], plain: str) -> Reader[tuple[T, ...]]:
-    """The reader of a table of rules, or lists of them, by pattern. What is no table is that of the key ``plain``."""
+    """Return the reader of a table of rules, or lists of them, by pattern. A value that is not a table stands for its
+    key ``plain``.
+    """
     first = fields(kind)[0].name  # type: ignore[arg-type]
 
     def read(value: object, where: str) -> tuple[T, ...]:
@@ -304,7 +306,7 @@ LINES = _named(Line, "from")
 
 
 def of_types(key: str, reader: Reader[T]) -> Reader[tuple[tuple[frozenset[str], T], ...]]:
-    """The reader of what entries say of some ``types``, under a key."""
+    """Return the reader of entries for some ``types``, under a key."""
     return items(record(lambda entry: (entry.get("types", reader_for(frozenset[str])), entry.get(key, reader))))
 
 

@@ -8,7 +8,7 @@ module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from reshard.formats.notation.architecture import (
     filled,
     numbers_in,
     with_first_indices,
+    without_numbers,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import components
@@ -76,7 +77,7 @@ class ModuleTensor:
 
 
 def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:
-    """The tensors that transformers' modules for a config.json have, in place of those of a checkpoint's lines.
+    """Return the tensors of transformers' modules for a config.json, in place of those of a checkpoint's lines.
 
     Of a model type that is not known there, they are the checkpoint's.
     """
@@ -154,21 +155,21 @@ class Spellings:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
         format = format_of("transformers").of(config)
         self._modules, self._published = format.rules, in_published().of(config).rules
+        self._of_form: dict[Hashable, list[str] | None] = {}
         is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
         self._is_known = not is_bare and bool(self._modules.lines or self._published.lines)
 
     @cached_property
-    def of_modules(self) -> frozenset[str]:
-        """The lines of the architecture that are of tensors which transformers' modules make of several others, or of a
-        part of one.
-        """
-        names = (with_first_indices(t.name) for t in self._tensors if not t.is_whole)
-        return frozenset(match.template for match in map(self._architecture.match, names) if match is not None)
+    def _joined(self) -> frozenset[str]:
+        """What modules make of several tensors, or of a part of one: the names there, and the architecture's lines."""
+        names = {tensor.name for tensor in self._tensors if not tensor.is_whole}
+        matches = map(self._architecture.match, map(with_first_indices, names))
+        return frozenset({*names, *(match.template for match in matches if match is not None)})
 
     def is_joined(self, name: str) -> bool:
-        """Whether modules make this tensor of several."""
-        match = self._architecture.match(name) if self.of_modules else None
-        return match is not None and match.template in self.of_modules
+        """Whether modules make this tensor of several, or of a part of one."""
+        match, found = self._architecture.match(name), self._module_names.find(name)
+        return (match is not None and match.template in self._joined) or (found or ("",))[0] in self._joined
 
     @cached_property
     def _module_names(self) -> LineNames:
@@ -179,7 +180,7 @@ class Spellings:
 
     @cached_property
     def _renamed(self) -> Mapping[str, str]:
-        """The modules' templates by those of checkpoints, where one tensor is all of the other."""
+        """The modules' templates by checkpoints' templates, for tensors that are the same in both."""
         return {tensor.parts[0].source: tensor.name for tensor in self._tensors if tensor.is_whole}
 
     @cached_property
@@ -229,6 +230,16 @@ class Spellings:
         """The name of a tensor in published checkpoints of its type and class; None if it is not known, or if it is one
         of several there.
         """
+        form, numbers = self._architecture.form(name)
+        if form not in self._of_form:  # there may be half a million names, of few forms
+            found = self._published_name(name)
+            if found is not None and self._architecture.form(found)[1] != numbers:
+                return found
+            self._of_form[form] = None if found is None else without_numbers(found, "\0").split("\0")
+        words = self._of_form[form]
+        return None if words is None else words[0] + "".join(map("".join, zip(numbers, words[1:], strict=True)))
+
+    def _published_name(self, name: str) -> str | None:
         module, _, leaf = name.rpartition(".")
         name = (self._of_module(name) or (name, name))[1]
         if not self._is_known or self.is_joined(name):
@@ -243,10 +254,20 @@ class Spellings:
         spell = self.in_modules if names == MODULES else self.published
         return lambda name: name if spell(name) == name else None
 
-    def are_of_modules(self, names: Collection[str]) -> bool:
+    def are_of_modules(self, names: Iterable[str]) -> bool:
         """Whether tensors have the names that transformers' modules have, and not the published ones."""
-        count = sum((self.in_modules(name) == name) - (self.published(name) == name) for name in names)
-        return self._is_known and (count > 0 or any(map(self.is_joined, names)))
+        if not self._is_known:
+            return any(map(self.is_joined, names))
+        return sum((self.in_modules(name) == name) - (self.published(name) == name) for name in names) > 0
+
+    def is_apart(self, name: str) -> bool:
+        """Whether a tensor is one of several that modules have as one, or has parts that they have."""
+        match = self._architecture.match(name)
+        return match is not None and match.template in self._apart
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        return frozenset(part.source for t in self._tensors if not t.is_whole for part in t.parts)
 
     def _use(self, rules: Rules, name: str, match: Match) -> Use | None:
         """The line that covers a whole tensor of any name; ``match`` is the architecture's line of it."""

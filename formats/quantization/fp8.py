@@ -184,10 +184,22 @@ def dequantize(codes: NDArray[np.uint8], begin: int, grid: Grid, scales: NDArray
         for band, start, column, count, width in _bands(begin, begin + codes.size, grid):
             across = np.repeat(scales[band], grid.block_columns)[column : column + width]
             at = slice(start - begin, start - begin + count * width)
-            numbers = E4M3_VALUES.take(codes[at].reshape(count, width), mode="clip")  # its fast way
+            numbers = _values(codes[at]).reshape(count, width)
             numbers *= across
             round_to(numbers.reshape(-1), "BF16", 0x7FC0, rounded[at])
     return rounded
+
+
+def _values(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The numbers, by their bits; those that are no normal ones of E4M3 are looked up."""
+    bits = codes.view(np.int8).astype("<i4").view("<u4")  # the sign is the first bit
+    bits <<= np.uint32(23 - 3)
+    bits &= np.uint32(0x87F00000)
+    bits += np.uint32((127 - 7) << 23)
+    values = bits.view("<f4")
+    others = np.flatnonzero((codes + np.uint8(1)) & np.uint8(127) <= 8)
+    values[others] = E4M3_VALUES[codes[others]]
+    return values
 
 
 def _bands(begin: int, end: int, grid: Grid) -> Iterator[tuple[int, int, int, int, int]]:
@@ -227,54 +239,55 @@ def what_stays() -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 def scales_of(content: memoryview, dtype: str, columns: int) -> NDArray[np.float32]:
     """The scales of a row of blocks, given all ``columns`` of its rows; not finite where a number is not."""
-    raw = np.frombuffer(content, CODES[dtype]).reshape(-1, columns)
-    largest = np.zeros(columns, np.float32)
+    largest = np.maximum.reduceat(_magnitudes(_bits(content, dtype, columns)).max(axis=0), range(0, columns, BLOCK))
     with np.errstate(over="ignore", invalid="ignore"):
-        for begin in range(0, len(raw), step := max(1, _AT_ONCE // columns)):
-            np.maximum(largest, np.abs(as_float32(raw[begin : begin + step], dtype)).max(axis=0), out=largest)
-    largest = np.maximum.reduceat(largest, range(0, columns, BLOCK))
+        values = as_float32(largest.view(CODES[dtype]), dtype)
     smallest = np.finfo(np.float32).smallest_normal  # a smaller scale would have few bits
-    scales: NDArray[np.float32] = np.where(largest == 0, 1, np.maximum(largest / np.float32(448), smallest))
+    scales: NDArray[np.float32] = np.where(values == 0, 1, np.maximum(values / np.float32(448), smallest))
     return scales.astype(np.float32)
+
+
+def _bits(content: memoryview, dtype: str, columns: int) -> NDArray[Any]:
+    return np.frombuffer(content, f"<u{np.dtype(CODES[dtype]).itemsize}").reshape(-1, columns)
+
+
+def _magnitudes(bits: NDArray[Any]) -> NDArray[Any]:
+    """The bits without their signs: in the order of the magnitudes."""
+    return bits & (np.iinfo(bits.dtype).max >> 1)
 
 
 def codes_of(
     content: memoryview, dtype: str, columns: int, scales: NDArray[np.float32]
 ) -> tuple[NDArray[np.uint8], Error]:
     """The numbers of E4M3 of a row of blocks, given its finite scales, and what is lost."""
-    raw = np.frombuffer(content, CODES[dtype]).reshape(-1, columns)
-    codes, across = np.empty(raw.shape, np.uint8), np.repeat(scales, BLOCK)[:columns]
-    largest, lost, total = scales.max(), 0.0, 0.0
-    weights = across / largest  # sums of squares neither overflow nor vanish
-    with np.errstate(under="ignore"):
-        for begin in range(0, len(raw), step := max(1, _AT_ONCE // columns)):
-            numbers = as_float32(raw[begin : begin + step], dtype) / across
-            bits, rest = _nearest(numbers)
-            bits |= (numbers.view("<u4") >> np.uint32(24)) & np.uint32(0x80)
-            codes[begin : begin + step] = bits
-            rest -= np.abs(numbers, out=numbers)
-            for part in (numbers, rest):
-                part *= weights
-            total += float(np.vdot(numbers, numbers))
-            lost += float(np.vdot(rest, rest))
-    unit = float(largest) ** 2
-    return codes.reshape(-1), Error(lost * unit, total * unit)
+    raw, across = _bits(content, dtype, columns), np.repeat(scales, BLOCK)[:columns]
+    codes, squares, lost, total = np.empty(raw.shape, np.uint8), across.astype(np.float64) ** 2, 0.0, 0.0
+    for begin in range(0, len(raw), step := max(1, _AT_ONCE // columns)):
+        bits, part = raw[begin : begin + step], codes[begin : begin + step]
+        part[:] = bits >> (8 * bits.itemsize - 8)
+        part &= 0x80
+        numbers = as_float32(_magnitudes(bits).view(CODES[dtype]), dtype) / across
+        own, rest = _nearest(numbers)
+        part |= own
+        rest -= numbers
+        total += float(np.einsum("ij,ij->j", numbers, numbers) @ squares)
+        lost += float(np.einsum("ij,ij->j", rest, rest) @ squares)
+    return codes.reshape(-1), Error(lost, total)
 
 
-def _nearest(values: NDArray[np.float32]) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """The numbers of E4M3 that are nearest, ties to even: their bits without the sign, and their magnitudes.
+def _nearest(sizes: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """The numbers of E4M3 that are nearest to magnitudes, ties to even: their bits, and themselves.
 
     E4M3 has 3 bits of mantissa, and 2 ** -6 is its smallest normal number. A float32 so much larger than a value that
     no other bits of it are left is added, and taken away again.
     """
-    power = values.view("<u4") & np.uint32(0x7F800000)
-    np.maximum(power, np.uint32((127 - 6) << 23), out=power)
-    larger = (power + np.uint32((23 - 3) << 23)).view("<f4")
-    sizes: NDArray[np.float32] = np.abs(values)
-    sizes += larger
-    codes = sizes.view("<u4") & np.uint32(0x7FFFFF)
-    sizes -= larger
-    power -= np.uint32((127 - 6) << 23)
-    power >>= np.uint32(23 - 3)
-    codes += power
-    return codes, sizes
+    larger = np.maximum(sizes, np.float32(2.0**-6)).view("<u4")
+    larger &= np.uint32(0x7F800000)
+    larger += np.uint32((23 - 3) << 23)
+    rounded = sizes + larger.view("<f4")
+    bits = larger >> np.uint32(23 - 3)
+    bits += rounded.view("<u4")
+    rounded -= larger.view("<f4")
+    codes = bits.astype(np.uint8)  # the lowest alone count
+    codes -= np.uint8((127 - 6 + 23 - 3) * 8 % 256)
+    return codes, rounded

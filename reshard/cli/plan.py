@@ -19,6 +19,7 @@ from reshard.cli.options import (
     Group,
     NewFile,
     Option,
+    Value,
     changed,
     check_degrees,
     given_options,
@@ -37,13 +38,14 @@ from reshard.cli.printing import (
 )
 from reshard.formats.errors import PlanError, ReshardError, require_transformers
 from reshard.system import disk_errors
-from reshard.text import align, human_bytes, plural, shape_text
+from reshard.text import align, flops_of, human_bytes, plural, shape_text, speed_of
 
 if TYPE_CHECKING:
     from reshard.commands.plan import PlanRequest, PossibleDegrees
     from reshard.formats.notation.architecture import Architecture
     from reshard.formats.notation.format import Format
     from reshard.mesh.plan import Plan
+    from reshard.mesh.traffic import Rates
     from reshard.model.model import Model
     from reshard.source.source import Source
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 _HUB = {"--revision", "--token", "--cache-dir", "--debug"}
 """Options that go with everything that ``plan`` can do."""
 _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vocab-to", "--no-pad-vocab", "--as"}
+_SPEEDS = {"--link", "--flops"}
 """Options besides ``--tp`` that change the parts of the ranks."""
 
 
@@ -66,6 +69,10 @@ _OF_MESH = {"--ep", "--pp", "--pp-layers", "--same-ranks", "--uneven", "--pad-vo
         changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
         changed("format", help="Show what 'split --as FORMAT' would write."),
         changed("names", help="Of --as dcp: source, published or modules."),
+        Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
+               help="How fast a rank sends; default: 450GB/s."),
+        Option("--flops", group=Group.HOW, type=Value("speed", flops_of), metavar="SPEED",
+               help="How fast it computes; default: 990TFLOP/s."),
         "dequantize", "dtype", *PADDING, *ACCESS,
         changed("report", help="Draw what each rank holds, as an HTML page."),
         Option("--tp-plan", group=Group.OUTPUT, is_flag=True, help="Print the tp_plan of transformers."),
@@ -102,9 +109,11 @@ def plan_command(
     source, format = str(request.source), planned_format(request)
     if draft_file is not None and (further := given - _HUB - {"--draft"}):
         raise click.UsageError(f"--draft goes without {min(further)}: pass the file that it writes with --plan")
-    if tp_plan and (further := given & _OF_MESH):
+    if tp_plan and (further := given & (_OF_MESH | _SPEEDS)):
         raise click.UsageError(f"--tp-plan goes with --tp alone, without {min(further)}")
     is_split = has_degree(options) or not format.plain
+    if not has_degree(options) and not format.plain and (further := given & _SPEEDS):
+        raise click.UsageError(f"{min(further)} goes with a degree, such as --tp 2: one rank sends nothing")
     if report is not None and (not has_degree(options) or not format.plain or tp_plan):
         raise click.UsageError("--report goes with --tp, --ep or --pp, without --as and --tp-plan")
     if draft_file is not None:
@@ -132,16 +141,16 @@ def plan_command(
         if report is not None:
             from reshard.pages.plan_page import plan_page
 
-            rows = possible_degrees(make_plan(model, UNSPLIT), request).rows()
-            write_report(report, plan_page(plans[0], source, rows, command_line()))
+            possible = possible_degrees(make_plan(model, UNSPLIT), request)
+            write_report(report, plan_page(plans[0], source, possible, command_line()))
             print_note(f"Drew the plan: {report}")
         for number, plan in enumerate(plans):
             if number:
                 print_lines("")
             if format.plain:
-                _print_plan(plan, opened, source, as_json)
+                _print_plan(plan, opened, request, as_json)
             else:
-                _print_program(plan, format, source, as_json)
+                _print_program(plan, format, request, as_json)
     elif save_file is None or as_json:
         _print_degrees(possible_degrees(make_plan(model, UNSPLIT), request), as_json)
 
@@ -210,7 +219,7 @@ def _write_draft(request: PlanRequest, file: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- one mesh
 
 
-def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -> None:
+def _print_plan(plan: Plan, opened: Source | None, request: PlanRequest, as_json: bool) -> None:
     """Print the part of each rank."""
     from reshard.commands.plan import plan_text, title
     from reshard.formats.notation.format_file import OWN
@@ -218,12 +227,12 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
     from reshard.move.moves import download_of
     from reshard.placement.arrangement import arrangement_of
 
-    ends = (0, plan.mesh.size - 1)
+    source, ends, rates = str(request.source), (0, plan.mesh.size - 1), request.rates
     download = (
         max(download_of(opened, arrangement_of(plan, OWN), rank) for rank in ends) if opened and opened.is_remote else 0
     )
     if not as_json:
-        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", terminal_width(), download or None))
+        print_lines(plan_text(plan, f"{source}: {title(plan.model)}", rates, terminal_width(), download or None))
         return
     rows = rows_of(plan)
     totals = totals_of(plan, rows)
@@ -236,15 +245,24 @@ def _print_plan(plan: Plan, opened: Source | None, source: str, as_json: bool) -
     keys = {"bytes_least": "bytes_per_rank_least", "replicated": "bytes_replicated_per_rank"}
     document |= fields_of(totals, **keys, forward="", backward="") | {"download_per_rank": download or None}
     passes = {name: fields_of(getattr(totals, name), nbytes="bytes") for name in ("forward", "backward")}
-    print_json(document | {"all_reduce_per_token": passes})
+    print_json(document | {"all_reduce_per_token": passes} | _per_token(plan, rates))
 
 
-def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> None:
+def _per_token(plan: Plan, rates: Rates) -> dict[str, Any]:
+    """The traffic of a rank for a document; null if it is not known."""
+    from reshard.mesh.traffic import traffic_of
+
+    traffic = traffic_of(plan)
+    known = fields_of(traffic) | {"time_in_collectives": traffic.share(rates)} if traffic is not None else None
+    return {"per_token": known, "rates": vars(rates)}
+
+
+def _print_program(plan: Plan, format: Format, request: PlanRequest, as_json: bool) -> None:
     """Print the tensors that a program would store."""
-    from reshard.commands.plan import sources_text, stored_rows, title
+    from reshard.commands.plan import sources_text, stored_rows, title, traffic_pairs
     from reshard.placement.arrangement import arrangement_of
 
-    mesh, rows = plan.mesh, stored_rows(arrangement_of(plan, format))
+    source, mesh, rows = str(request.source), plan.mesh, stored_rows(arrangement_of(plan, format))
     cells = [("tensor", "made of", "", "dtype", "on a rank", "tensors", "bytes")]
     for row in rows:
         sizes = (shape_text(row.shape) or "scalar", f"{row.tensors:,}", human_bytes(row.nbytes))
@@ -254,7 +272,9 @@ def _print_program(plan: Plan, format: Format, source: str, as_json: bool) -> No
     names = dict.fromkeys(files.name_of(mesh, rank, 0, tensor="{tensor}", kind=files.weights) for rank in ends)
     table = align(cells, right=(5, 6), width=terminal_width(), elastic=(0, 1))
     document = {"source": source, "format": format.name, "mesh": mesh, "rows": [fields_of(row) for row in rows]}
-    lines = (f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {', '.join(names)}")
+    document |= _per_token(plan, request.rates)
+    sent = align([*traffic_pairs(plan, request.rates)] or [("", "")], right=(), width=None)
+    lines = (f"{source}: {title(plan.model)}", "", *table, "", total, f"files: {', '.join(names)}", *sent)
     print_answer(as_json, document, *lines)
 
 

@@ -53,6 +53,8 @@ def carry_out(options: dict[str, Any], **fields: Any) -> None:
     command = getattr(commands, str(click.get_current_context().info_name))
     request = get_type_hints(command)["request"]
     as_json, quiet, progress, with_moves = (options.pop(name) for name in ("as_json", "quiet", "progress", "moves"))
+    if quiet and with_moves:
+        raise click.UsageError("--moves goes without --quiet")
     options["dry_run"] |= with_moves
     started, is_silent = time.monotonic(), quiet or as_json
     with progress_of(command.__name__, how="none" if is_silent else progress) as display:

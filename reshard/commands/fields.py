@@ -1,4 +1,4 @@
-"""Commands as functions of the fields of their requests: what a Python caller sees."""
+"""Commands as functions of the fields of their requests, as a Python caller sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.formats.errors import refused
 from reshard.formats.store import opened
 from reshard.source.opening import Place
 from reshard.system import Share, share_of_launcher, system_errors
-from reshard.text import size_of, speed_of
+from reshard.text import flops_of, size_of, speed_of
 
 _Fields = ParamSpec("_Fields")
 _Request = TypeVar("_Request")
@@ -28,7 +28,7 @@ _NUMBERS: dict[Any, tuple[str, type, str]] = {
     int: (r"-?\d{1,18}", Integral, "a whole number"),
     float: (r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", Real, "a number"),
 }
-_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of}
+_WITH_UNITS = {"max_shard_size": size_of, "memory": size_of, "link": speed_of, "flops": flops_of}
 """The fields in bytes, or in bytes per second: ``5GB`` is one, too."""
 
 
@@ -106,7 +106,7 @@ def _bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict[str, Any]:
-    """The arguments as the fields of a request's class. Raises SettingError for one that its field cannot have."""
+    """Convert arguments into the fields of a request. Raises SettingError for a value that its field cannot have."""
     values, kinds = signature(request).bind(*places, **options).arguments, get_type_hints(request)
     if values.get("progress") in (None, False):
         values.pop("progress", None)
@@ -124,7 +124,7 @@ def values_of(request: Callable[..., Any], *places: Any, **options: Any) -> dict
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """A value of this type. Raises ValueError, with what it should be."""
+    """Convert a value to this type. Raises ValueError with the expected kind."""
     if get_origin(kind) in (Union, UnionType):
         expected = []
         for option in get_args(kind):

@@ -73,7 +73,7 @@ class Report(Result):
     tensors: int = 0
     parameters_are_of: str = "model"
     any_mesh: bool = False
-    """Any mesh loads it; ``mesh`` is the one that it was written on."""
+    """Whether any mesh loads it; ``mesh`` is the one on which it was written."""
     beside: tuple[str, ...] = ()
     """Contents besides the model: training states, and files that are not read with it."""
     without: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class InspectRequest(HubAccess):
 
 
 def inspect(request: InspectRequest) -> Report:
-    """Say what a path is: format, model type, dtypes, parameters, mesh, complete or not. Reads headers only.
+    """Describe a path: format, model type, dtypes, parameters, mesh, complete or not. Reads headers only.
 
     Raises ReshardError if it is not a checkpoint at all.
     """
@@ -186,7 +186,7 @@ def inspect(request: InspectRequest) -> Report:
 
 
 def _take_lora(report: Report, run: LoraRun) -> None:
-    """Add what is said of a LoRA adapter among the weights, and why it cannot be merged into them."""
+    """Report a LoRA adapter among the weights, and the reason why it cannot be merged into them."""
     report.kind = f"{report.kind} with a LoRA adapter" if run.has_base else "LoRA adapter of a training run"
     report.lora = run.text
     if not run.has_base and report.problems == [f"{report.path / CONFIG}: missing"]:  # it needs that of its base
@@ -204,7 +204,7 @@ def _take_lora(report: Report, run: LoraRun) -> None:
 
 
 def _take_source(report: Report, source: Source) -> None:
-    """Add to the report what is said of a checkpoint that is complete."""
+    """Report a complete checkpoint."""
     plan, training, checkpoint = source.plan, source.training, source.checkpoint
     report.without = towers_left_out(source.model)
     # what a program saves beside tensors counts, too
@@ -239,7 +239,7 @@ def _take_checkpoint(report: Report, checkpoint: Checkpoint) -> None:
 
 
 def _take_what_is_there(report: Report, folder: Folder, error: ReshardError) -> None:
-    """Add which files are there of a checkpoint that cannot be opened, by their names, and what opening it said.
+    """Report the files of a checkpoint that cannot be opened, by their names, and the error of opening it.
 
     Raises ``error`` if there is no checkpoint at all.
     """
@@ -262,7 +262,9 @@ def _take_what_is_there(report: Report, folder: Folder, error: ReshardError) -> 
 
 
 def _take_full(report: Report, folder: Folder, error: ReshardError) -> bool:
-    """Add what is there of a full checkpoint, of one rank, or of an adapter; whether all of its files can be read."""
+    """Report a full checkpoint, one rank, or an adapter, as far as it is there; and whether all its files can
+    be read.
+    """
     path, is_adapters = report.path, folder.kind == "adapter"
     files = glob(path, "*.safetensors") or glob(path, "*.bin") if path.is_dir() else []
     files = [file for file in files if is_adapters or not is_adapter(file.name)]
@@ -372,7 +374,7 @@ def _file(path: FilePath) -> Report:
 
 
 def _take_shard(report: Report, header: Header, file: FilePath) -> None:
-    """Add to the report what a header says about its shard; any other header adds nothing."""
+    """Report a shard by its header; any other header adds nothing."""
     if METADATA_KEY not in header.metadata:
         return
     try:

@@ -117,7 +117,9 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
 
 
 def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
-    """Fill what a slab writes of tensors, in place where it lies there in one piece; their names, and the bytes."""
+    """Fill the ranges of tensors that a slab writes, in place where they are contiguous; returns their names, and the
+    bytes.
+    """
     places, blocks = [job.target(region.rank) for region in slab.writes], list[Bytes]()
     data = [memory[place.file.name][place.offset :] for place in places]
     for tensor, region in zip(data, slab.writes, strict=True):
@@ -193,7 +195,7 @@ def _check_rank(request: LoadRequest) -> None:
 
 
 def rank_config(request: LoadRequest) -> dict[str, Any]:
-    """The ``config.json`` of one rank: that of the checkpoint, with the sizes of the tensors that ``load`` returns.
+    """Return the ``config.json`` of one rank: the checkpoint's, with the sizes of the tensors that ``load`` returns.
 
     Reads no weights. Raises ReshardError.
     """
@@ -217,7 +219,7 @@ class TensorsRequest(Access):
 
 
 def tensors(request: TensorsRequest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and tensors of the full checkpoint, one after the other, in the order in which the source has them.
+    """Yield the names and tensors of the full checkpoint, one after the other, in the source's order.
 
     One tensor is in memory at a time, if the caller keeps none. Raises ReshardError, also while it goes on: copies on
     several ranks are compared, and a source must not change meanwhile.

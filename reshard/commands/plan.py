@@ -1,9 +1,9 @@
-"""Plans a checkpoint: what each rank would hold, or which degrees are possible; and both as text."""
+"""Plans a checkpoint: the parts of each rank, or the possible degrees; and both as text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -19,6 +19,7 @@ from reshard.mesh.degrees import Sweep, sweep
 from reshard.mesh.plan import Degrees, Plan
 from reshard.mesh.stages import layers_at
 from reshard.mesh.totals import Row, Totals, activation_bytes, rows_of, totals_of
+from reshard.mesh.traffic import Rates, traffic_of
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.portions import Portion
@@ -26,7 +27,8 @@ from reshard.placement.program_plan import check_kept, plan_for
 from reshard.placement.stored import Stored
 from reshard.source.opening import Access, Place
 from reshard.store.selection import Weights
-from reshard.text import Result, align, human_bytes, plural, shape_text
+from reshard.system import Taken, default
+from reshard.text import Result, align, human_bytes, plural, scaled, shape_text
 from reshard.transforms.opening import open_any
 
 
@@ -37,12 +39,21 @@ class PlanRequest(Access, Degrees):
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
     ``names``: whose names ``format="dcp"`` has, as in ``split``.
+    ``link``: the bytes per second that a rank sends, such as ``"450GB/s"``: by default over an H100's NVLink.
+    ``flops``: the operations per second of a rank, such as ``"990TFLOP/s"``: by default an H100's in BF16.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     format: str | None = None
     names: Literal["source", "published", "modules"] = "source"
+    link: Taken[float | str, float] = default(Rates.link)
+    flops: Taken[float | str, float] = default(Rates.flops)
+
+    @property
+    def rates(self) -> Rates:
+        """The speeds at which a rank sends and computes."""
+        return Rates(self.link, self.flops)
 
 
 def plan(request: PlanRequest) -> PlanAnswer:
@@ -57,7 +68,7 @@ def plan(request: PlanRequest) -> PlanAnswer:
     arrangement_of(planned, format)  # raises for a tensor that has no place in the format
     if format.plain and planned.mesh.size == 1:
         return possible_degrees(planned, request)
-    return PlanAnswer(planned.model, planned.mesh, planned.padding, planned.laid)
+    return PlanAnswer(planned.model, planned.mesh, planned.padding, planned.laid, request.rates)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +78,8 @@ class PlanAnswer(Plan, Result):
     ``padding`` gives the padded size of each axis that is padded.
     """
 
+    rates: Rates
+
     @property
     def headline(self) -> str:
         """The mesh, the type of the model, and its number of tensors."""
@@ -74,12 +87,12 @@ class PlanAnswer(Plan, Result):
 
     def to_text(self, width: int | None = None) -> str:
         """The table and the totals of ``reshard plan --tp N``."""
-        return plan_text(self, self.headline, width)
+        return plan_text(self, self.headline, self.rates, width)
 
 
 @dataclass(frozen=True, repr=False)
 class PossibleDegrees(PlanAnswer):
-    """The plan of one rank, of which the text says which degrees are possible."""
+    """A plan of one rank, whose text lists the possible degrees."""
 
     request: PlanRequest
 
@@ -101,11 +114,28 @@ class PossibleDegrees(PlanAnswer):
         valid = (
             f"Valid degrees: {', '.join(map(str, swept.valid))}. 'reshard plan {source} --tp N' shows one in detail."
         )
-        return "\n".join([f"{source}: {title(self.model)}", "", *table, "", *of_ep, valid])
+        of_time = [f"Collectives: at {speeds_of(self.rates)} a rank; --link and --flops give others."]
+        of_time *= len(self.plans) > 1
+        return "\n".join([f"{source}: {title(self.model)}", "", *table, "", *of_time, *of_ep, valid])
+
+    @cached_property
+    def plans(self) -> dict[int, Plan]:
+        """The plan of each possible degree of those that were tried."""
+        degrees = [degree for degree, refusal in self.swept.attempts.items() if refusal is None]
+        request = replace(self.request, ep=1, pp=1, pp_layers=(), same_ranks=False)
+        return {tp: plan_for(self.model, OWN, replace(request, tp=tp)) for tp in degrees}
+
+    def collectives(self, widths: Sequence[float]) -> list[tuple[int, list[float]]]:
+        """The part of the time in collectives at each possible degree above one, if the model were so many times as
+        wide.
+        """
+        traffics = {degree: traffic_of(plan) for degree, plan in self.plans.items() if degree > 1}
+        known = {degree: traffic for degree, traffic in traffics.items() if traffic is not None and traffic.sent}
+        return [(degree, [each.share(self.rates, width) for width in widths]) for degree, each in known.items()]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Each degree, whether it is possible, and why not; else the bytes per rank, what is replicated, what is dealt
-        unevenly, what is padded.
+        """Each degree, with the reason why it is not possible, or else the bytes per rank, replication, uneven axes and
+        padding.
         """
         rows, full = list[tuple[str, str, str]](), self.model.sizes.of({})
         for degree, refusal in self.swept.attempts.items():
@@ -114,11 +144,12 @@ class PossibleDegrees(PlanAnswer):
                 remark = refusal.why + (f"; possible with {' or '.join(ways)}" if ways else "")
                 rows.append((str(degree), "no", remark))
                 continue
-            degrees = replace(self.request, tp=degree, ep=1, pp=1, pp_layers=(), same_ranks=False)
-            plan = plan_for(self.model, OWN, degrees)
+            plan = self.plans[degree]
             totals = totals_of(plan, rows_of(plan))
             remark = f"{human_bytes(totals.bytes_per_rank)} per rank{' at most' if plan.mesh.uneven else ''}"
             remark += f", {totals.share_replicated:.1%} of it on other ranks too" if degree > 1 else ""
+            if (traffic := traffic_of(plan)) is not None and traffic.sent:
+                remark += f", {traffic.share(self.rates):.0%} of the time in collectives"
             remark += "".join(f", uneven: {line}" for line in uneven_lines(plan))
             remark += "".join(f", {axis} padded {full[axis]:,} -> {size:,}" for axis, size in plan.padding.items())
             rows.append((str(degree), "yes", remark))
@@ -132,7 +163,7 @@ def other_ways(refusal: Refusal) -> list[str]:
 
 def possible_degrees(plan: Plan, request: PlanRequest) -> PossibleDegrees:
     """The plan of one rank, as one of which the text says the possible degrees."""
-    return PossibleDegrees(plan.model, plan.mesh, plan.padding, plan.laid, request)
+    return PossibleDegrees(plan.model, plan.mesh, plan.padding, plan.laid, request.rates, request)
 
 
 def planned_format(request: PlanRequest) -> Format:
@@ -148,10 +179,10 @@ def planned_format(request: PlanRequest) -> Format:
 # ---------------------------------------------------------------------------------------------------------- as a table
 
 
-def plan_text(plan: Plan, head: str, width: int | None, download: int | None = None) -> str:
+def plan_text(plan: Plan, head: str, rates: Rates, width: int | None, download: int | None = None) -> str:
     """Return the table and the totals of a plan, below the line ``head``. ``download``: bytes to fetch for one rank."""
     rows = rows_of(plan)
-    totals = align(totals_pairs(plan, totals_of(plan, rows), download), right=(), width=None)
+    totals = align(totals_pairs(plan, totals_of(plan, rows), rates, download), right=(), width=None)
     return "\n".join([head, "", *format_table(rows, width), "", *totals])
 
 
@@ -202,9 +233,9 @@ def uneven_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> list[tuple[str, str]]:
-    """The totals for people, each with its label; ``download`` is what is fetched for one rank (bytes), if the source
-    lies elsewhere.
+def totals_pairs(plan: Plan, totals: Totals, rates: Rates, download: int | None = None) -> list[tuple[str, str]]:
+    """Return the totals for people, each with its label. ``download``: bytes to fetch for one rank, if the source lies
+    elsewhere.
     """
     ranks, width = plan.mesh.size, activation_bytes(plan)
     share = totals.bytes_per_rank / totals.bytes_full if totals.bytes_full else 0.0
@@ -228,11 +259,29 @@ def totals_pairs(plan: Plan, totals: Totals, download: int | None = None) -> lis
         text = ", ".join(str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}" for layers in stages)
         pairs.append(("stages", f"layers {text}"))
     pairs += [("uneven", line) for line in uneven_lines(plan)]
-    if ranks > 1:
-        for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
+    for name, one_pass in (("forward", totals.forward), ("backward", totals.backward)):
+        if one_pass.count and ranks > plan.mesh.pp:
             count, nbytes = plural(one_pass.count, "all-reduce"), human_bytes(one_pass.nbytes)
             pairs.append((name, f"{nbytes} per token in {count} ({width} bytes per activation)"))
-    return pairs
+    return [*pairs, *traffic_pairs(plan, rates)]
+
+
+def speeds_of(rates: Rates) -> str:
+    """``450.00 GB/s and 990.00 TFLOP/s``."""
+    return f"{human_bytes(rates.link)}/s and {scaled(rates.flops, 'FLOP')}/s"
+
+
+def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
+    """Labels and texts of the bytes sent and the operations computed for a token and the time; none for one rank."""
+    traffic = traffic_of(plan)
+    if plan.mesh.size == 1:
+        return
+    if traffic is None:
+        yield "sent", "not known: config.json lacks the number of experts per token"
+        return
+    sent = " + ".join(f"{human_bytes(nbytes)} ({name})" for name, nbytes in traffic.sent.items())
+    yield "sent", f"{sent} per token and rank, beside {scaled(traffic.flops, 'FLOP')}"
+    yield "collectives", f"{traffic.share(rates):.0%} of the time, at {speeds_of(rates)}"
 
 
 # ------------------------------------------------------------------------------------------- what a program would store
@@ -256,7 +305,9 @@ class StoredRow:
 
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:
-    """The rows of what a program stores, in its order: tensors that differ only in numbers in their names are one."""
+    """Return the rows of a program's stored tensors, in its order; tensors that differ only in numbers in their names
+    share one.
+    """
     kinds, groups = arrangement.plan.model.kind_of, dict[tuple[str, str, tuple[int, ...]], list[Stored]]()
     for stored in arrangement.stored:
         shapes = map(stored.geometry.shape, stored.geometry.holders)

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.formats.errors import CheckpointError, refused
 from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.notation.architecture import SETTINGS
-from reshard.formats.notation.format import PUBLISHED, SOURCE_NAMES
+from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names
 from reshard.formats.store import StoredPath
 from reshard.mesh.plan import Degrees, make_plan
@@ -64,7 +64,7 @@ def split(request: SplitRequest) -> Summary:
         chosen = tuple(rank for rank in request.ranks.of(plan.mesh.size) if rank not in present)
     elif request.ranks is not None:
         chosen = plan.mesh.check_ranks(request.ranks, "ranks")
-    more: dict[str, Any] = {"max_shard_size": request.max_shard_size}
+    more: dict[str, Any] = {"max_shard_size": request.max_shard_size, "names": request.names}
     if chosen is not None and format is OWN and began.bucket is None:
         more |= {"ranks": chosen, "added_to": began.folder}
     new = Output(opened, plan, format, **more)
@@ -101,8 +101,9 @@ def merge(request: WriteRequest) -> Summary:
         what, hint = "a full checkpoint", "give the folder that 'reshard split' wrote"
         if SETTINGS in opened.model.config:
             what, hint = "a whole adapter", "reshard merge ADAPTER --into BASE OUT"
-        elif record.names is not None:
-            hint = "--names published writes it with the published names"
+        elif record.names is not None or request.names != SOURCE_NAMES:
+            other = PUBLISHED if record.names is not None else MODULES
+            what, hint = "a full checkpoint with these names", f"--names {other} writes it with the other ones"
         raise CheckpointError(f"{request.source} is {what}, there is nothing to merge", hint)
     plan = make_plan(opened.model, UNSPLIT)
     new = Output(opened, plan, HUGGING_FACE, request.max_shard_size, names=request.names)
@@ -145,7 +146,7 @@ class AverageRequest(SplitRequest):
 
     @property
     def beginning(self) -> None:
-        """The names of no checkpoint are chosen by what they begin with."""
+        """None: no prefix chooses among several models here."""
 
     @property
     def averaged(self) -> tuple[Sequence[str | Path], Sequence[float]]:

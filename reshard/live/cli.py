@@ -12,7 +12,7 @@ from reshard.cli.options import HUB, PATH, PLACE, RANKS, Command, Group, Option,
 from reshard.cli.printing import command_line, print_answer, print_note, write_report
 from reshard.text import plural, speed_of
 
-_OF_A_PLAN = {"--from", "--link", "--report", "--plan", "--revision", "--token", "--cache-dir"}
+_OF_A_PLAN = {"--from", "--link", "--report", "--plan", "--config", "--revision", "--token", "--cache-dir"}
 
 
 @click.command(
@@ -32,7 +32,7 @@ _OF_A_PLAN = {"--from", "--link", "--report", "--plan", "--revision", "--token",
                help="Bandwidth of a rank; default: 50GB/s."),
         Option("--engine-python", "python", group=Group.HOW, type=PATH, metavar="FILE",
                help="The Python that has vLLM, and reshard."),
-        changed("report", help="Draw the push, as an HTML page."), "plan_file", *HUB,
+        changed("report", help="Draw the push, as an HTML page."), "plan_file", "config", *HUB,
     ),
 )  # fmt: skip
 @click.argument("what", type=click.Choice(["plan", "check"]))

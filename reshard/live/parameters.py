@@ -60,9 +60,9 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
     for name, tensor in _named(model, tied_once):
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             wrong, what = (tensor, "tensor") if isinstance(name, str) else (name, "name")
-            raise PlanError(f"'{name}' is no {what}: it is of type {type(wrong).__name__}", "leave it out")
+            raise PlanError(f"'{name}' is not a {what}: it is of type {type(wrong).__name__}", "leave it out")
         if tensor.is_nested:
-            raise PlanError(f"{name}: a nested tensor is no plain tensor", "leave it out")
+            raise PlanError(f"{name}: a nested tensor is not a plain tensor", "leave it out")
         if _ADAPTER.search(name):
             raise PlanError(f"'{name}' belongs to an adapter that is not merged", "push what merge_and_unload() gives")
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
@@ -102,7 +102,7 @@ def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, tor
         return
     for name, tensor in model.items() if isinstance(model, Mapping) else model:
         if isinstance(model, Mapping) and not isinstance(tensor, nn.Parameter):
-            raise PlanError(f"'{name}' is no parameter", "give the model itself: a state_dict() may be a copy")
+            raise PlanError(f"'{name}' is not a parameter", "give the model itself: a state_dict() may be a copy")
         yield name, tensor
 
 
@@ -116,7 +116,7 @@ def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torc
         raise PlanError(f"{name} is of {local.dtype}, which no checkpoint has")
     if type(local) not in (torch.Tensor, nn.Parameter) or local.layout is not torch.strided:
         kind = type(local).__name__ if local.layout is torch.strided else f"tensor in {local.layout}"
-        raise PlanError(f"{name}: a {kind} is no plain tensor, so its bytes are not where its shape says")
+        raise PlanError(f"{name}: a {kind} is not a plain tensor, so its bytes are not where its shape says")
     if local.is_neg() or local.is_conj():
         why = "shows memory with other signs than are there"
         raise PlanError(f"{name}: {why}", "give what its resolve_neg().resolve_conj() gives")
@@ -177,10 +177,10 @@ def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Sli
         chunk = unwrapped(chunk)
         live = {parameter.untyped_storage().data_ptr() for parameter in [*chunk.parameters(), *chunk.buffers()]}
         if not hasattr(chunk, "sharded_state_dict"):
-            raise PlanError(f"a {type(chunk).__name__} is no model of Megatron-Core: it has no sharded_state_dict()")
+            raise PlanError(f"a {type(chunk).__name__} is not a model of Megatron-Core: it has no sharded_state_dict()")
         for part, tensor in _parts(chunk.sharded_state_dict(metadata={"singleton_local_shards": False})):
             if tensor.untyped_storage().data_ptr() not in live:
-                raise PlanError(f"{part.key}: what Megatron-Core would store is not what the model holds, but a copy")
+                raise PlanError(f"{part.key}: Megatron-Core would store a copy, not what the model holds")
             local = tensor[(None,) * part.prepend_axis_num]
             offsets = zip(part.global_offset, local.shape, strict=True)
             runs = tuple((Run(int(at), size),) if size else () for at, size in offsets)
@@ -221,5 +221,5 @@ def _view(whole: torch.Tensor, indices: torch.Tensor, name: str) -> torch.Tensor
         strides.append(int(indices[(*first[:dim], 1, *first[dim + 1 :])]) - offset if size > 1 else 1)
         viewed = viewed[..., None] + torch.arange(size) * strides[-1]
     if not whole.is_contiguous() or min(strides) < 0 or not viewed.equal(indices):
-        raise PlanError(f"{name}: what Megatron-Core would store is no view of what the model holds")
+        raise PlanError(f"{name}: what Megatron-Core would store is not a view of the model's own")
     return whole.as_strided(indices.shape, strides, whole.storage_offset() + offset)

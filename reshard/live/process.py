@@ -68,17 +68,17 @@ class Meeting:
     def __post_init__(self) -> None:
         for name in ("trainers", "receivers"):
             if not isinstance(ranks := getattr(self, name), int) or ranks < 1:
-                raise PlanError(f"{name}={ranks!r} is no number of ranks from 1 on")
+                raise PlanError(f"{name}={ranks!r} should be a number of ranks, at least 1")
         for name in ("timeout", "join", "patience"):
             seconds = getattr(self, name)
             is_default = name == "patience" and seconds is None
             if not is_default and not (isinstance(seconds, int | float) and 0 < seconds <= _LONGEST):
-                raise PlanError(f"{name}={seconds!r} is no number of seconds above 0, and at most {_LONGEST:,}")
+                raise PlanError(f"{name}={seconds!r} should be a number of seconds above 0, at most {_LONGEST:,}")
 
     def number(self, role: str, rank: int) -> int:
         """The number among all processes of a rank of the ``trainers`` or the ``receivers``. Raises PlanError."""
         if rank not in range(ranks := getattr(self, role)):
-            raise PlanError(f"rank={rank!r} is none of the {ranks} {role}, which count from 0")
+            raise PlanError(f"rank={rank!r} is not one of the {ranks} {role}, which count from 0")
         return rank if role == "trainers" else self.trainers + rank
 
     @property
@@ -229,7 +229,7 @@ class _Process:
 
         def proposed() -> dict[str, Any]:
             if not isinstance(version, int) or not 0 <= version < 1 << 63:
-                raise PlanError(f"version={version!r} is no whole number from 0 to 2**63 - 1")
+                raise PlanError(f"version={version!r} should be a whole number from 0 to 2**63 - 1")
             if self._read is not None:
                 tensors.update(self._tensors(routes, self._read()))
             return {"version": version, "at": self.at, "base": self._base if delta else None}
@@ -388,7 +388,7 @@ def _rounding(dtype: str | torch.dtype | None) -> str | None:
     for name in ("BF16", "F16", "F32"):
         if dtype in (None, name, TORCH_DTYPES[name], str(TORCH_DTYPES[name]).removeprefix("torch.")):
             return None if dtype is None else name
-    raise PlanError(f"dtype={dtype!r} is none of BF16, F16 and F32")
+    raise PlanError(f"dtype={dtype!r} should be BF16, F16 or F32")
 
 
 def _planned(meeting: Meeting, descriptions: Sequence[Mapping[str, Any]]) -> Routes:

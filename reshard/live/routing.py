@@ -261,7 +261,7 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
     ``hosts`` has the host of each rank, the target's behind the source's. Raises PlanError for what cannot be pushed.
     """
     if not isinstance(bucket, int) or bucket < _SMALLEST:
-        raise PlanError(f"bucket={bucket!r} is no number of bytes from {_SMALLEST:,} on")
+        raise PlanError(f"bucket={bucket!r} should be a number of bytes, at least {_SMALLEST:,}")
     check_atoms(source.arrangement, target.arrangement)
     first, locations = source.ranks, dict(source.atoms())
     tensors = {tensor.name: tensor.dtype for tensor in source.arrangement.plan.model.tensors}

@@ -122,7 +122,7 @@ class _NoNumpy(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OUTSIDE and _storage(args[0]) in self._rooms:
-            raise LiveError(f"the loader takes '{func.__name__}' of a parameter: what it writes there is not followed")
+            raise LiveError(f"the loader takes '{func.__name__}' of a parameter: writes there cannot be followed")
         return func(*args, **(kwargs or {}))
 
 

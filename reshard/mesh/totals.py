@@ -92,10 +92,11 @@ def is_summed(plan: Plan, kind: Kind) -> bool:
     """Whether the outputs of a tensor are summed over the ranks: it is a row-parallel weight, and neither a bias nor a
     scale.
     """
-    return _is_weight(plan, kind) and kind_of(plan, kind).endswith("row")
+    return is_weight(plan, kind) and kind_of(plan, kind).endswith("row")
 
 
-def _is_weight(plan: Plan, kind: Kind) -> bool:
+def is_weight(plan: Plan, kind: Kind) -> bool:
+    """Whether a tensor is a matrix or a kernel: neither a vector nor a scale."""
     return len(plan.laid[kind].full) > 1 and not kind.name.endswith(_SCALES)
 
 
@@ -207,7 +208,7 @@ def all_reduces(plan: Plan) -> tuple[AllReduce, AllReduce]:
     """
     width, laid = activation_bytes(plan), plan.laid
     blocks = {(kind.template, kind.layers): output_size(laid[kind]) for kind in laid if is_summed(plan, kind)}
-    weights = [kind for kind in laid if _is_weight(plan, kind)]
+    weights = [kind for kind in laid if is_weight(plan, kind)]
     tables = {kind.template: laid[kind] for kind in weights if kind_of(plan, kind) == "vocabulary"}
     sums = {(line, layer): size for (line, layers), size in blocks.items() for layer in layers or {None}}
     of_text = frozenset().union(*(table.rule.axes for table in tables.values() if "vocab" in table.rule.axes))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from reshard.formats.errors import CheckpointError
 from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
 from reshard.formats.notation.spellings import Spellings
-from reshard.formats.wrappers import WRAPPERS
+from reshard.formats.wrappers import WRAPPERS, without_wrappers
 
 if TYPE_CHECKING:
     from reshard.model.model import Model
@@ -31,6 +31,9 @@ _OF_OPTIMIZER = re.compile(
     r"(?:optim|optimizer|optimizers|(?:max_)?exp_avg|momentum|master|fp32|grad|grads|gradients)(?:_.*)?"
 )
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
+
+
+SAVE_ONE = "save the one model alone, with the names of one of them"
 
 
 class ChoiceError(CheckpointError):
@@ -152,6 +155,21 @@ def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
     return set[str]().union(*_claims(_forms(names), spell).values())
 
 
+def check_spelling(where: object, names: Iterable[str], spellings: Spellings) -> None:
+    """Raise CheckpointError for tensors of modules beside those that they are made of, behind whatever beginning."""
+    names = [*map(without_wrappers, names)]
+
+    def first(is_one: Callable[[str], bool]) -> str:
+        return min(known_forms(names, lambda name: name if is_one(name) else None), default="")
+
+    if (of_modules := first(spellings.is_joined)) and (apart := first(spellings.is_apart)):
+        raise CheckpointError(
+            f"{where} has names of two spellings: '{of_modules}' of transformers' modules, '{apart}' of published "
+            "checkpoints",
+            SAVE_ONE,
+        )
+
+
 def are_states(names: Iterable[str]) -> bool:
     """Whether all names, without wrappers, are those of an optimizer's states."""
     names = list(names)
@@ -182,8 +200,8 @@ def _models(names: Mapping[str, str], spell: Spell) -> dict[str, dict[str, list[
 
 
 def _of_best_role(found: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """The beginnings of what may be meant: of weights if there are any, else of averages, else of states; without those
-    of tensors that lie beside one of them.
+    """Return the prefixes that a user may mean: those of weights if there are any, else of averages, else of states;
+    without prefixes of tensors that lie beside one of these models.
     """
     roles = [None, "average", "optimizer"]
     best = min((roles.index(_role(beginning)) for beginning in found), default=0)
@@ -203,7 +221,7 @@ def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, obje
 
 
 def _forms(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by what they are without numbers: these begin alike."""
+    """Group names by their form without numbers; equal forms begin alike."""
     forms: dict[str, list[str]] = {}
     for name in names:
         forms.setdefault(without_numbers(name), []).append(name)

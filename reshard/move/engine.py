@@ -162,7 +162,7 @@ class Writing:
 
     @cached_property
     def sum(self) -> PartialSum:
-        """The sum of what was written."""
+        """The sum of the written bytes."""
         return PartialSum(self.plan.layout.size)
 
     @property
@@ -216,7 +216,7 @@ class Writing:
 
 
 _FEW = 256 << 20
-"""The slabs of a tensor of at most so many bytes are kept for the next tensor that moves in the same way."""
+"""The most bytes of a tensor whose slabs are kept for the next tensor that moves in the same way."""
 
 
 class Step(NamedTuple):
@@ -273,7 +273,7 @@ SECONDS = 5.0
 """A thread whose source is slow reports after as many seconds, or when it has read the next piece."""
 
 AHEAD = 64 << 20
-"""About so many bytes of remote files are requested before the steps that read them are carried out."""
+"""The bytes of remote files, about, that are requested before the steps that read them are carried out."""
 
 K = TypeVar("K", bound=FilePlan | None)
 T = TypeVar("T")
@@ -299,7 +299,7 @@ class Account:
 
 
 def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Sequence[Step]]:
-    """The drawn steps, each when what it and the next ones read of remote files was requested."""
+    """Yield the drawn steps, each after the remote bytes of it and of the next ones were requested."""
     waiting = deque[Sequence[Step]]()
     for steps in drawn:
         reads = ((job.source(region.rank), region) for job, slab, _ in steps for region in slab.reads)
@@ -347,14 +347,16 @@ class Mover:
             self._reader.close()
 
     def report(self) -> None:
-        """Report what was moved since the last report."""
+        """Report the moves since the last report."""
         account, self._account = self._account, Account()
         account.fetched, self._reader.fetched = self._reader.fetched, 0
         self._send(account)
         self._reported = time.monotonic()
 
     def _free_first(self, items: Iterable[tuple[K, T]]) -> Iterator[tuple[K, T]]:
-        """Items, each with a target; those of files that another thread is writing to come last."""
+        """Return items, each with a target, in an order in which those of files that another thread is writing to come
+        last.
+        """
         waiting = deque(items)
         while waiting:
             for _ in range(len(waiting)):
@@ -367,7 +369,7 @@ class Mover:
             self._busy.discard(item[0])
 
     def _carry_out(self, steps: Sequence[Step]) -> None:
-        """Read what steps need, check it, and write what they make of it; neighbours in a file with one call."""
+        """Read the bytes that steps need, check them, and write the result; neighbours in a file with one call."""
         reads: dict[tuple[SourceFile, Targets | None], _Run] = defaultdict(_Run)
         writes: dict[FilePlan, _Run] = defaultdict(_Run)
         ready = list[tuple[Job, Slab, list[_Place], list[Bytes]]]()
@@ -408,7 +410,7 @@ class Mover:
             self.report()
 
     def _put_together(self, run: _Run) -> None:
-        """Make what is written. What goes as it was read is not copied, and its sum is known."""
+        """Make the bytes to write. Bytes that go as they were read are not copied, and their sum is known."""
         (_, _, copies, origins, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
         if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
             block, (origin, *_) = blocks[source][copies[0].source_slices], origins[source]
@@ -440,7 +442,7 @@ class Mover:
         self._add_written(target, offset, data, part)
 
     def _add_written(self, target: FilePlan, offset: int, data: Bytes, part: Part | None) -> None:
-        """Take into account what a file has from ``offset`` on, and its sum."""
+        """Add the bytes that a file has from ``offset`` on, and their sum, to the account."""
         for begin, end, is_whole in parts_within(target.layout.crcs, offset, data.size) if target.layout.crcs else ():
             runs = self._account.runs.setdefault(target, [])
             add_run(runs, begin, data.data[begin - offset : end - offset], is_whole=is_whole)
@@ -452,7 +454,7 @@ class Mover:
     def take_over(
         self, earlier: Iterable[Moved], steps: Steps, sources: Iterable[SourceFile], targets: Iterable[FilePlan]
     ) -> None:
-        """Report what earlier runs have moved, as far as the files still have it."""
+        """Report the moves of earlier runs, as far as the files still have them."""
         files, to = {file.name: file for file in sources}, {target.name: target for target in targets}
         for moved in earlier:
             known = moved.steps if moved.size == self._sizes.step else ()
@@ -470,7 +472,7 @@ class Mover:
             self.report()
 
     def _add_again(self, steps: Iterable[Step]) -> None:
-        """Take into account what unfinished files have where steps write."""
+        """Add the bytes that unfinished files have at the places of steps to the account."""
         ranges: dict[FilePlan, list[tuple[int, int]]] = {}
         for job, slab, _ in steps:
             for region in slab.writes:
@@ -557,7 +559,9 @@ class _Run:
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
     """For each range: its offset in the file, its position in memory, and its length."""
     made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
-    """Each region that is written, its position in memory, the copies into it, and what these are copied from."""
+    """Yield each written region, its position in memory, the copies into it, and the regions that these are copied
+    from.
+    """
     data: Bytes = field(default_factory=lambda: _NONE)
     part: Part | None = None
     """The sum of all of it, if it is known."""

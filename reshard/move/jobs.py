@@ -29,7 +29,7 @@ def no_progress(*progress: object) -> None:
 
 
 SMALLEST = 1 << 14
-"""Bytes of a piece that is worth a CRC-32 of its own. What is written in smaller pieces is read once more instead."""
+"""The least bytes with a CRC-32 of their own. Smaller writes are read once more instead."""
 
 
 class Run(NamedTuple):
@@ -114,7 +114,7 @@ class TargetTensors(NamedTuple):
 
 @dataclass(slots=True, frozen=True, eq=False)  # there are two for each tensor
 class Places(Generic[P]):
-    """Where an atom lies on each rank of one side, the source or the target."""
+    """The places of an atom on the ranks of one side, the source or the target."""
 
     side: Side[P]
     location: Location
@@ -135,24 +135,24 @@ class Job(NamedTuple):
     """The name of its Hugging Face tensor."""
     route: Route
     sources: tuple[Places[SourcePlace], ...]
-    """Where the source has it, and has it once more under other names (tied)."""
+    """Its places in the source, then those of its copies under other names (tied)."""
     targets: Places[TargetPlace]
     nbytes: int
     """Bytes of the full tensor."""
     ranks: frozenset[int]
     """The ranks of the target to which it goes."""
     holders: int
-    """The ranks of the source. The steps number those of a copy behind them, those of the next copy behind these."""
+    """The number of the source's ranks. In steps, the ranks of the first copy are numbered after them, and so on."""
     again: bool = False
     """Whether another job reads the same bytes, so that they count only once in the source's checksum."""
 
     def source(self, number: int) -> SourcePlace:
-        """Where a rank of the source has it, or its copy."""
+        """Return its place on a rank of the source; higher numbers are ranks with a copy."""
         copy, rank = divmod(number, self.holders)
         return self.sources[copy].on(rank)
 
     def target(self, rank: int) -> TargetPlace:
-        """Where a rank of the target is to have it."""
+        """Return its place on a rank of the target."""
         return self.targets.on(rank)
 
     def is_small(self, small: int) -> bool:
@@ -169,16 +169,17 @@ class Sizes:
     """The sizes of the pieces in which bytes are moved. The output does not depend on them."""
 
     step: int = 32 << 20
-    """About so many bytes are one step of a thread, which then reports. It does not depend on the number of threads, so
-    that a resumed run cuts its work into the same steps."""
+    """The bytes of one step of a thread, about, after which it reports. They do not depend on the number of threads, so
+    that a resumed run cuts its work into the same steps.
+    """
     small: int = 1 << 16
-    """A tensor of at most so many bytes is small: a system call for it costs more than its bytes."""
+    """The most bytes of a small tensor, for which a system call costs more than its bytes."""
     together: int = 1 << 20
-    """Small tensors are moved together up to so many bytes."""
+    """The most bytes of small tensors that are moved together."""
     piece: int = PIECE
     """Bytes that are read, summed and written at a time, while they are in a processor's cache."""
     write: int = 1 << 16
-    """A system call writes at most so many bytes, and ends at a multiple of this in the file. Larger calls take larger
+    """The most bytes of a writing system call, which ends at a multiple of this in the file. Larger calls take larger
     pages of memory, which a virtual machine may first have to get from its host: up to four times slower as measured.
     """
 

@@ -106,7 +106,9 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
 
     @cache
     def whole() -> Mapping[Atom, Location]:
-        """All atoms as Hugging Face has them, in its order: what a program does not store stands so in a file."""
+        """All atoms in Hugging Face's form and order. Tensors that a program does not store lie in a file in
+        this form.
+        """
         plan = make_plan(target_side.plan.model, UNSPLIT, padding={})
         return align_atoms(arrangement_of(plan, HUGGING_FACE), target_side)[0].atoms
 

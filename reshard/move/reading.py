@@ -1,4 +1,4 @@
-"""Reads parts of source files, and knows the sums of what was read."""
+"""Reads parts of source files, and keeps the sums of the bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PART = 4 << 20
 """Bytes of the longest request."""
 
 GAP = 1 << 20
-"""Up to so many bytes between two ranges of a tensor are read with them, because one more request would cost as much.
+"""The most bytes between two ranges of a tensor that are read with them, because one more request would cost as
+much.
 """
 
 _AT_ONCE = 64 << 20
@@ -46,7 +47,7 @@ Targets = frozenset[FilePlan]
 
 
 class Sums:
-    """The sums of what was read of each source file, one for each set of target files that wanted the bytes.
+    """The sums of the bytes read of each source file, one for each set of target files that wanted the bytes.
 
     So a finished target file has the sums of exactly the bytes it was made of. Headers and other bytes outside tensors
     count from the start, because they were read before.
@@ -72,7 +73,7 @@ class Sums:
         self.of[file][targets].merge(part)
 
     def read_for(self, target: FilePlan) -> Iterator[tuple[SourceFile, Targets, PartialSum]]:
-        """The sums of what was read for a target: of all its bytes, once the target is complete."""
+        """The sums of the bytes read for a target: of all its bytes, once the target is complete."""
         return ((file, targets, self.of[file][targets]) for file, targets in self._of_target.get(target, ()))
 
     def checksum(self, file: SourceFile) -> str | None:

@@ -43,8 +43,8 @@ class Rows(NamedTuple):
     inner: int
 
     def ranges(self, begin: int, length: int) -> Iterable[tuple[int, int, int]]:
-        """The ranges of the tensor in which the bytes ``begin`` to ``begin + length`` of these are: the offset of each,
-        its position among these bytes, and its length.
+        """Return the ranges of the tensor that hold bytes ``begin`` to ``begin + length`` of these rows: the offset of
+        each, its position among these bytes, and its length.
         """
         return self._pieces(begin, length) if self.outer else ((self.offset + begin, 0, length),)
 
@@ -87,7 +87,7 @@ def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of what a rank has of an atom: from byte ``offset`` of its ``rows`` on, in ``shape`` with bytes last.
+    """A part of a rank's bytes of an atom: from byte ``offset`` of its ``rows`` on, in ``shape`` with bytes last.
 
     ``needed`` has the runs to read of the last dimension, if not all of a row is needed, else None.
     """
@@ -118,8 +118,9 @@ Slices = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copies a block from a region that is read to one that is written, through ``edit``; both by their numbers in the
-    slab. Without a source it writes zeros. As a check, the target is another region that is read, and has the same.
+    """A copy of a block from a region that is read to one that is written, through ``edit``; both by their numbers in
+    the slab. Without a source it writes zeros. As a check, the target is another region that is read, and must be
+    equal.
     """
 
     source: int | None
@@ -169,7 +170,7 @@ class Slab:
 
 
 class Route(ABC):
-    """How a tensor goes from one layout to another."""
+    """The way of a tensor from one layout to another."""
 
     @abstractmethod
     def slabs(self, budget: int) -> Iterator[Slab]:
@@ -403,7 +404,7 @@ class _Regions:
         return number, (*slices, *(slice(None) for _ in self._tail))
 
     def regions(self, *, partial: bool = False) -> tuple[Region, ...]:
-        """The regions by their numbers; with ``partial``, only what is needed of their rows is read."""
+        """The regions by their numbers; with ``partial``, only the needed parts of their rows are read."""
         numbered = []
         for piece, (_, _, region) in self._of.items():
             runs = tuple(merge_runs(sorted(self._needed.get(piece, ()), key=lambda run: run.offset)))

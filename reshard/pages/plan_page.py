@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.commands.plan import totals_pairs
+from reshard.commands.plan import PossibleDegrees, totals_pairs
 from reshard.formats.errors import NotationError
 from reshard.formats.notation.axes import Dim, Run, merge_runs, segments
 from reshard.mesh.plan import Layout, Plan
@@ -39,6 +39,9 @@ MOST_PARTS = 200
 MOST_SETS = 8
 """The most sets of ranks on which an expert is drawn."""
 
+WIDTHS = {0.25: "¼ of the width", 0.5: "½", 1: "this width", 2: "2 x", 4: "4 x"}
+"""The widths, relative to the model's, for which the time in collectives is drawn, and what they are called."""
+
 Ranks = frozenset[int]
 
 
@@ -50,15 +53,15 @@ which the same ranks hold: ``words``, its ``box`` (x, y, width, height), ``fill`
 """
 
 
-def plan_page(plan: Plan, source: str, degrees: Sequence[tuple[str, str, str]], line: str = "reshard plan") -> str:
-    """The text of the page; ``degrees`` are the rows of its table: each degree, yes or no, and a remark."""
-    picture = _Picture(plan)
+def plan_page(plan: Plan, source: str, degrees: PossibleDegrees, line: str = "reshard plan") -> str:
+    """The text of the page. ``degrees`` are those that the model can have."""
+    picture, totals = _Picture(plan), totals_pairs(plan, totals_of(plan, rows_of(plan)), degrees.rates)
     return html_page(
         "reshard/pages/plan_page.html", f"{source} on {plural(plan.mesh.size, 'rank')}, {plan.mesh}", line,
-        totals=[("rules", plan.model.architecture.name), *totals_pairs(plan, totals_of(plan, rows_of(plan)))],
+        totals=[("rules", plan.model.architecture.name), *totals],
         blocks=[(name, [[*picture.row(row)] for row in _modules(plan, kinds)]) for name, kinds in _blocks(plan)],
         patterns=[*picture.patterns()], legend=[*picture.legend()], ranks=plan.mesh.size, is_padded=bool(plan.padding),
-        stages=_stages(plan), degrees=degrees,
+        stages=_stages(plan), degrees=degrees.rows(), widths=[*WIDTHS.values()], shares=degrees.collectives([*WIDTHS]),
     )  # fmt: skip
 
 

@@ -40,20 +40,22 @@ class NameInverse:
         self._again = [line for line in modules.rules.lines if line.also and self._sizes.is_true(line.when)]
         self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()
+        self._lengths: Mapping[str, int] = {}
         self.unchanged: set[str] = set()
         """The Hugging Face tensors of which a stored tensor has the dimensions."""
         self.origins: dict[str, str] = {}
         """The Hugging Face tensors, each with a stored tensor that has a part of it."""
         self.again: dict[str, str] = {}
-        """Those that the format also has as another tensor's second name, each with that tensor."""
+        """The names that the format also gives as the second name of another tensor, each with that tensor."""
 
-    def of(self, stored: Iterable[str]) -> dict[str, str]:
+    def of(self, stored: Iterable[str], lengths: Mapping[str, int] = {}) -> dict[str, str]:
         """The Hugging Face tensors that stored tensors of these names are made of, each with a stored tensor that has a
-        part of it.
+        part of it. A stack has as many as its length among ``lengths`` or, if it is not there, by config.json.
 
         Raises CheckpointError for a name that no line of the format gives.
         """
-        stored = list(stored)
+        stored, self._lengths = list(stored), lengths
+        firsts = dict[str, list[str]]()
         self._present = {old for name in stored for old in self._old_names(name)}
         for name in stored:
             if self._is_constant(name):
@@ -65,8 +67,12 @@ class NameInverse:
                 raise self._unknown(name, stored)
             for source in sources:
                 self.origins.setdefault(source, name)
-            for first in self._firsts(name) if self._again else ():
-                self.again.setdefault(sources[0], self._published(first) or first)
+            if self._again and (again := [self._published(first) or first for first in self._firsts(name)]):
+                firsts[sources[0]] = again
+        places = (
+            (name, next((each for each in again if each in self.origins), None)) for name, again in firsts.items()
+        )
+        self.again = {name: first for name, first in places if first is not None}
         return self.origins
 
     def _unknown(self, name: str, stored: Sequence[str]) -> CheckpointError:
@@ -124,7 +130,7 @@ class NameInverse:
             words = line.target.match(name)
             if words is None or line.also or not self._sizes.is_true(line.when):
                 continue
-            sources = self._sources_of(line, words)
+            sources = self._sources_of(line, words, self._lengths.get(name))
             if sources is not None:
                 is_whole = line.keeps_shape and sources == [line.sources[0].fill(words)]
                 sources = [self._spelled(source, name) for source in sources]
@@ -140,7 +146,7 @@ class NameInverse:
             self.unchanged.add(source)
         return [source]
 
-    def _sources_of(self, line: Line, words: Mapping[str, str]) -> list[str] | None:
+    def _sources_of(self, line: Line, words: Mapping[str, str], length: int | None = None) -> list[str] | None:
         """The sources of a line, if the architecture has a line for each of them, packed or not."""
         names: dict[str, None] = {}
         if line.without is not None and any(source.fill(words) in self._present for source in line.sources):
@@ -158,7 +164,7 @@ class NameInverse:
                 names[filled(packed, indices)] = None
                 continue
             if axis is not None:
-                size = self._sizes.counts.get(axis)
+                size = self._sizes.counts.get(axis) if length is None else length
                 check_members(axis, size, len(self._present))
                 if size is None:
                     return None

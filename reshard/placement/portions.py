@@ -215,7 +215,7 @@ class _Reading:
             begin = sum(counts[:joined])
             inside = [component.factors[place].axis for place in order[begin : begin + counts[joined]]]
             if line.by not in inside:
-                raise PlanError(f"tensor '{kind.name}': '{line.by}' is no factor of '{component.shape}'")
+                raise PlanError(f"tensor '{kind.name}': '{line.by}' is not a factor of '{component.shape}'")
             lead = inside.index(line.by) + 1
         slots = len(line.sources)
         return Portion(component, use.target, use.stacked, use.source, slots, line, tuple(order), counts, joined, lead)

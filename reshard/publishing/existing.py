@@ -97,7 +97,7 @@ class Existing:
         if foreign:
             tail = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise CheckpointError(
-                f"{self.place} holds '{foreign[0]}'{tail}, no part of the checkpoint there, so it is not overwritten",
+                f"{self.place} holds '{foreign[0]}'{tail}, not part of the checkpoint there, so it is not overwritten",
                 "move away what is yours, or choose another place",
             )
 
@@ -157,7 +157,7 @@ def _is_of(format: Format, name: str) -> bool:
 def check_name(out: str | Path) -> None:
     """Raise CheckpointError for a folder without a name of its own (``.``, ``..`` or ``/``)."""
     if Path(out).name in {"", ".."}:
-        raise CheckpointError(f"'{out}' is no name for a new folder", "give the name of one that is to be made")
+        raise CheckpointError(f"'{out}' is not a name for a new folder", "give another name")
 
 
 PAGE = b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard '

@@ -15,8 +15,8 @@ common. It does not matter which process has written a file: any later run takes
 (``--rank``), when its process has finished it. The manifest comes last, and lists what is complete.
 
 A process locks its share, and unlocks it, only while it has the common lock: nobody begins or ends at the same time as
-another. docs/explanation/design.md has the states; tests/reshard/test_interleavings.py tries all orders of the steps of
-this code, so a call that is added here may need its model there (``model_disk.py``).
+another. docs/explanation/design.md has the states; tests/publishing/test_interleavings.py tries all orders of the steps
+of this code, so a call that is added here may need its model there (``model_disk.py``).
 
 Guarantees: POSIX rename is atomic. What a later run keeps, ``journal.py`` says. Published output survives a power loss
 only with ``fsync``.

@@ -14,7 +14,8 @@ removed, goes last.
 Before and after each file, a process checks that the place is still its task's. A store has no locks: if a file arrives
 after the task was published, and perhaps replaced since, the process notices it afterwards, and puts a journal there
 that is nobody's.
-docs/explanation/design.md has the states; tests/reshard/test_bucket_interleavings.py tries all orders of the requests.
+docs/explanation/design.md has the states; tests/publishing/test_bucket_interleavings.py tries all orders of
+the requests.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def is_within(line: str, module: str) -> bool:
 
 
 def modules_around(line: str) -> Iterator[str]:
-    """The modules around a line, innermost first, without that of the whole model."""
+    """Yield the modules around a line, innermost first, without the whole model."""
     module = line.rpartition(".")[0]
     while module:
         yield module
@@ -531,7 +531,9 @@ def _missing_layers(present: Present) -> Iterator[Missing]:
 
 
 def _lacking(members: Iterable[tuple[At, frozenset[T]]]) -> Iterator[tuple[At, T, At]]:
-    """The members that lack something which another has, if that one has all that they have: both, and what it is."""
+    """Yield each member that lacks something, the thing it lacks, and a member that has this and everything that it
+    has.
+    """
     kinds: dict[frozenset[T], list[At]] = defaultdict(list)
     for at, inside in members:
         kinds[inside].append(at)

@@ -87,7 +87,7 @@ class LoraRun:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The usual rank first, then those of single modules."""
+        """The ranks in use: the usual one first, then those of single modules."""
         return tuple(dict.fromkeys([self.lora.rank, *self.lora.ranks.values()]))
 
     @property
@@ -173,7 +173,7 @@ class Side:
         return {names[n]: info._replace(name=names[n]) for n, info in tensors.items() if n not in others}
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of this side's model, which is the run's or that of the model that is adapted."""
+        """The config.json of this side's model: the run's, or that of the model which the adapter changes."""
         if not self.is_adapter:
             return dict(config)
         return {**without_quantization(config), SETTINGS: dict(self.run.settings)}
@@ -183,7 +183,7 @@ class Side:
         return adapter_architecture(self.adapted.architecture, config, self.run.path) if self.adapted else None
 
     def spelled(self, name: str) -> str:
-        """A name of this side's, with what PEFT puts before those of an adapter."""
+        """Return a name of this side, with PEFT's prefix if the side is the adapter."""
         return name if not self.is_adapter or name.startswith(PREFIX) else PREFIX + name
 
     def beginning(self, chosen: str | None) -> str | None:
@@ -341,7 +341,7 @@ def _own_ends(architecture: Architecture | None) -> frozenset[str]:
 def _settings_of(
     folder: Folder, factors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], FilePath | None]:
-    """The content of ``adapter_config.json``, or what stands in its place, and the file that says it."""
+    """The content of ``adapter_config.json`` or of the file in its place, and that file."""
     path = folder.path
     inside = [weights_folder(format, path) for format in folder.formats if format.files.is_distributed][:1]
     above = path / ".." if path.name in {"", ".."} else path.parent

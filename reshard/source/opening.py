@@ -31,7 +31,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, are_states, known_forms, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.completeness import check_complete, check_stored
@@ -93,7 +93,9 @@ class Access(HubAccess):
 
     @property
     def averaged(self) -> tuple[Sequence[Place], Sequence[float]] | None:
-        """The checkpoints with which the source is averaged before all else, and the weights of it and of them."""
+        """The checkpoints with which the source is averaged first of all, and the weights of the source and of
+        these.
+        """
         return None
 
 
@@ -232,13 +234,15 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
             model, twice = _bound(folder, architecture, config, tensors)
         if not is_part:
             check_complete(model, path)
-        if may_be_spelled and _is_joined(model) and (spelled := _in_modules(folder, checkpoint, like)) is not None:
+        is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
+        if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
     except (CheckpointError, NoRuleError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
             refuse_lora(path, map(without_wrappers, checkpoint.tensors))
+            check_spelling(path, checkpoint.tensors, Spellings(architecture, config))
         raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)
@@ -263,7 +267,9 @@ def _bound(
 
 
 def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) -> Naming | None:
-    """The names of a checkpoint as those of its model; None, if they are so already. Raises CheckpointError."""
+    """Return the naming of a checkpoint by its model's names; None if it has these names already. Raises
+    CheckpointError.
+    """
     from reshard.placement.inverse import NameInverse  # rarely needed
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
@@ -276,12 +282,6 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
         return None
     naming = name_all(checkpoint.path, names, spell, folder.beginning)
     return naming if naming.note is not None or naming.left_behind else None
-
-
-def _is_joined(model: Model) -> bool:
-    """Whether experts lie in one tensor, which transformers' modules make of several."""
-    stacks = {kind.template for kind in model.kinds if kind.axes & model.architecture.expert_axes and not kind.places}
-    return bool(stacks) and not stacks.isdisjoint(Spellings(model.architecture, model.config).of_modules)
 
 
 def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> Source | None:
@@ -303,7 +303,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
 
 
 def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
-    """The checkpoint with the names of its model, and without what belongs to others.
+    """Return the checkpoint with its model's names, and without tensors of other models.
 
     If it has all of them, its files can be written again: their records know what stands before the names.
     """
@@ -380,7 +380,7 @@ def _open_sharded(folder: Folder) -> Source:
     (files,) = readings(folder, OWN)
     shards = read_shards(folder, files, manifest.identity if manifest else None)
     if not shards or len(shards) < len(files):
-        raise CheckpointError(f"{path}: not all files of ranks say which rank of what they are", _OURS)
+        raise CheckpointError(f"{path}: not all ranks' files say which rank of which split they are", _OURS)
     identity = shards[0].identity
     ranks = read_ranks(folder, OWN, files, identity.mesh)
     side = folder.side_files()

@@ -35,7 +35,7 @@ from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import Spell, known_forms, name_all
+from reshard.model.naming import SAVE_ONE, Spell, check_spelling, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
@@ -122,7 +122,9 @@ class _Reading:
         return program_plan(self.model, self.format, mesh, padding=padding)
 
     def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
-        """The number of tensors that differ from those of a plan, and both. Raises ReshardError."""
+        """Count the tensors that differ from those of a plan. Returns also the first of them, in both. Raises
+        ReshardError.
+        """
         arrangement = arrangement_of(plan, self.format)
         if self.chunks is not None:
             lacking = {stored.name: dict[int, Chunk]() for stored in arrangement.stored}
@@ -192,6 +194,9 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
     if unlike:
         _, reading, nearest = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, nearest, lacking=True)
+    if trained and model is None:
+        config, _ = _config_of(format, folder, ())
+        check_spelling(folder.path, _saved(folder, format).tensors, Spellings(folder.architecture(config), config))
     raise max(misfits, key=lambda misfit: misfit.rank).error
 
 
@@ -305,7 +310,7 @@ def _look_alike(ranks: Sequence[Mapping[str, TensorInfo]], origins: Mapping[str,
 
 
 _MARGIN = 64
-"""A program may pack at most so many numbers of a tensor into one integer."""
+"""The most numbers of a tensor that a program may pack into one integer."""
 
 
 def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
@@ -416,7 +421,7 @@ def _of_names(formats: Iterable[Format], folder: Folder) -> list[Format]:
         raise CheckpointError(
             f"{folder.path} has names of two {of}: '{min(first - second, default='none')}' of {ones[0]}, "
             f"'{min(second - first)}' of {ones[1]}",
-            "save the one model alone, with the names of one of them",
+            SAVE_ONE,
         )
     return found
 
@@ -476,7 +481,8 @@ def _config_of(
 def inferred_tensors(inverse: NameInverse, ranks: Sequence[Mapping[str, TensorInfo]]) -> list[FullTensor]:
     """The tensors of the original, inferred from the names of stored tensors. Raises CheckpointError."""
     stored = {name: info for rank in reversed(ranks) for name, info in rank.items()}
-    origins = inverse.of(stored)
+    lengths = {name: info.shape[0] for name, info in stored.items() if info.shape} if inverse.has_chunks else {}
+    origins = inverse.of(stored, lengths)
     alone = Counter(origins.values() if inverse.has_chunks else ())  # a rank's shape may be another
     return [
         FullTensor(

@@ -282,7 +282,7 @@ def numbered_globally(
 
 
 def _own_files(folder: Folder) -> list[ProgramFile]:
-    """The files in the folders of ranks: those of the manifest or, without one, those that say whose they are.
+    """The files in the ranks' folders: those in the manifest or, without one, those whose headers name their rank.
 
     Raises CheckpointError if a file does not say it, MismatchError if it lies in another rank's folder.
     """

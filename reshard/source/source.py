@@ -1,4 +1,4 @@
-"""A folder to open, and what is opened, the source of a command: a full or a split checkpoint, the same way."""
+"""A folder to open, and the source of a command: a full or a split checkpoint, both in one form."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ class SourceTensors(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """A dtype, as ``--dtype`` calls it, the source without a cast, and what makes the record of what a merge writes."""
+    """A cast: the dtype's name in ``--dtype``, the source without the cast, and a function that makes the record of a
+    merge.
+    """
 
     dtype: str
     source: Source
@@ -169,7 +171,7 @@ class Source:
     was_adapted: bool = False
     """Whether it is computed: an adapter beside its weights is merged into them."""
     was_split: bool = False
-    """Whether its tensors are computed from those of one that is split."""
+    """Whether it is computed from a split checkpoint."""
     was_named: str | None = None
     """The kind of names in the checkpoint that it is computed from, if not the published ones: transformers'
     ``modules``.
@@ -177,7 +179,7 @@ class Source:
     note: str | None = None
     """A sentence on computed tensors that a reader of an output must know, such as a cast."""
     given_dtype: str | None = None
-    """The dtype in the config.json that was given, if the weights had another: ``model.config`` says what they have."""
+    """The dtype in a given config.json, if the weights have another, which ``model.config`` then states."""
     twice: Mapping[str, str] = field(default_factory=dict)
     """The second names of tied tensors in its files, each with the first."""
     error: Callable[[], tuple[str, float] | None] | None = None
@@ -260,7 +262,7 @@ class Source:
 
     @property
     def display_name(self) -> str:
-        """The location; if the source is computed, also from what and how."""
+        """The location and, if the source is computed, the origin and the kind of computation."""
         return str(self.path) if isinstance(self.path, StoredPath) else self.location
 
     @property
@@ -387,7 +389,7 @@ def other_entries(path: FilePath, known: Collection[str]) -> list[str]:
 
 
 class Folder:
-    """A folder to open: what it is, and what was read of it. Each file is read once.
+    """A folder to open, with everything that was read of it. Each file is read once.
 
     It is a full checkpoint, a PEFT adapter, shards in reshard's own form, or in a program's format (``kind``). Any
     other folder counts as a full checkpoint: opening it says what is missing. ``formats`` are those that its files may
@@ -454,7 +456,9 @@ class Folder:
         return self.manifest.identity.mesh if self.manifest else None
 
     def file(self, path: FilePath, tensors: Iterable[TensorInfo] = ()) -> SourceFile:
-        """A weight file of it. If its checksum is known and it has no header, also what belongs to no tensor."""
+        """Return one of its weight files. If the checksum is known and there is no header, bytes of no tensor count,
+        too.
+        """
         header = self.weights(path)[2] if path.suffix == ".safetensors" else None
         name, size, expected = name_in(path, self.path), path.stat().st_size, self.checksums.get(path)
         if header is not None or expected is None:

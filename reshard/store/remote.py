@@ -98,7 +98,7 @@ def patience() -> float:
         if 0 <= seconds <= _LONGEST_PATIENCE:
             return seconds
     raise CheckpointError(
-        f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is no number of seconds", f"give 0 to {_LONGEST_PATIENCE}"
+        f"{PATIENCE} is {os.environ[PATIENCE]!r}, which is not a number of seconds", f"give 0 to {_LONGEST_PATIENCE}"
     )
 
 

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -> Content:
-    """A weight of the base model, of this content, with what terms add to its matrices.
+    """Return the content of a base model's weight with the terms added to its matrices.
 
     Reading it raises MismatchError where a sum is not finite.
     """
@@ -110,7 +110,7 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
         return with_adapter(source, open_source(path, adapted=source.model))
     run = find_lora(folder := Folder(path), source.model)
     if run is None:
-        raise CheckpointError(f"{path} is no PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
+        raise CheckpointError(f"{path} is not a PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
     return with_adapter(source, open_alone(folder, run, source.model))
 
 

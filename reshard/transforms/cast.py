@@ -60,7 +60,7 @@ def cast(source: Source, name: str) -> Source:
 
 
 def _restated(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json with this dtype wherever it has one, but for that of a quantization."""
+    """Return a config.json with this dtype wherever it has one, except in quantization settings."""
     return {
         key: name
         if key in ("dtype", "torch_dtype") and value in DTYPE_NAMES.values()
@@ -72,7 +72,9 @@ def _restated(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _record(source: Source, opened: Source, word: str) -> SourceRecord:
-    """The record of the checkpoint that a merge of it writes: its files, and the fingerprint of what is in them."""
+    """Return the record of the checkpoint that a merge of the cast source writes: its files, and the fingerprint of its
+    weights.
+    """
     title = f"{public_name(source.path)} (in {word})"
     store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
     is_adapter = SETTINGS in source.model.config

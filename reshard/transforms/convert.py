@@ -134,7 +134,7 @@ def _unit(dtype: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=1024)
 def _common(one: range, other: range) -> tuple[range, range]:
-    """The places in both of what they have in common."""
+    """Return the places of common rows in both ranges."""
     rows = [row for row in one if row in other]
     ends = [*rows[:2], *rows[-1:]]
     places = [[side.index(row) for row in ends] for side in (one, other)]
@@ -150,7 +150,7 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     config = source.model.config
     if SETTINGS not in config:
         raise CheckpointError(
-            f"{source.path} is no adapter, and '{format.name}' is a format of adapters",
+            f"{source.path} is not an adapter, and '{format.name}' is a format of adapters",
             f"it needs {ADAPTER}, {ADAPTER_CONFIG}",
         )
     plain = {key: value for key, value in config.items() if key != SETTINGS}
@@ -171,8 +171,8 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
 
 @dataclass
 class _Conversion:
-    """``run`` fills ``out``, the tensors of the result; of what is wrapped there, ``modules`` and ``parameters`` have
-    the names, ``numbers`` the name, the rank and alpha.
+    """The conversion of one adapter. ``run`` fills ``out``, the tensors of the result; ``modules`` and ``parameters``,
+    the names of wrapped ones there; and ``numbers``: the name, the rank and alpha of each.
     """
 
     base: Architecture
@@ -258,7 +258,7 @@ class _Conversion:
             at += len(rows)
 
     def _asked(self, weights: Iterable[Weight]) -> Iterable[Matrices]:
-        """The matrices that are made: those that have rows of these, and what PEFT wraps with them.
+        """Return the matrices to make: those that contain rows of these weights, and those that PEFT wraps with them.
 
         Raises PlanError if the format has no place for one.
         """
@@ -283,7 +283,7 @@ class _Conversion:
         return asked.values()
 
     def _targets(self, lines: set[str]) -> Iterator[Adapted]:
-        """The parameters of experts in the format, of which some row is in one of these lines."""
+        """Yield the format's parameters of experts that contain rows of these lines."""
         base, config, format, modules = self.base, self.config, self.format, {module.name for module in self.of_modules}
         if format.factors is None:
             for name, tensors in parameters(base, config).items():
@@ -344,7 +344,9 @@ class _Conversion:
 
     @cached_property
     def _renames(self) -> Mapping[str, str]:
-        """Names of modules' tensors by those of checkpoints, or the other way round, where one is all of the other."""
+        """Names of modules' tensors by names in checkpoints, or the other way round, for tensors that are the same in
+        both.
+        """
         renames: dict[str, str] = {}
         for tensor in self.of_modules:
             part = tensor.parts[0]
@@ -370,7 +372,7 @@ class _Conversion:
         return spelled + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     def _renamed(self, tensor: BoundTensor, target: Adapted | None, suffix: str) -> tuple[str, str]:
-        """The name of a tensor that is copied, and that of the module that it belongs to."""
+        """Return the name of a copied tensor, and the name of its module."""
         if tensor.template.endswith("*"):
             return tensor.name, ""
         name = tensor.template.removeprefix(PREFIX) if target is None else target.name

@@ -61,7 +61,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 Pairs = list[tuple[str, Adapted, BoundTensor, BoundTensor]]
-"""A and B of parameters, behind what their names begin with and the parameter."""
+"""A and B of each parameter, after the prefix of their names and the parameter."""
 Others = list[tuple[BoundTensor, Adapted | None, str]]
 """Tensors of an adapter, each with its parameter and the end of its name, if it has one."""
 
@@ -162,7 +162,7 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
             yield info
 
     def sources_of(target: Adapted, indices: Mapping[str, int]) -> tuple[ModuleTensor, list[list[BoundTensor]]]:
-        """The base model's tensors that a parameter is made of: those of each part, by their index in a stack."""
+        """Return the base model's tensors that a parameter is made of, for each part by their index in a stack."""
         for tensor in target.tensors:
             sources = [list(numbered(part, tensor.stacked, indices)) for part in tensor.parts]
             if all(sources) and len({len(part) for part in sources}) == 1:
@@ -251,14 +251,14 @@ def _does_not_fit(a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> Mismat
 
 
 def alpha_of(lora: Settings, key: str) -> float:
-    """The alpha of what a name covers. Raises PlanError without one."""
+    """Return the alpha for a name. Raises PlanError without one."""
     if lora.alpha is None:
         raise PlanError(f"{ADAPTER_CONFIG} has no lora_alpha")
     return of_pattern(lora.alphas, key, lora.alpha)
 
 
 def scale_of(lora: Settings, key: str, rank: int) -> float:
-    """The factor of the product of what a name covers. Raises MismatchError if its rank is not that of the settings."""
+    """Return the factor of the product for a name. Raises MismatchError if its rank is not the one in the settings."""
     stated = of_pattern(lora.ranks, key, lora.rank)
     if stated != rank:
         raise MismatchError(f"{ADAPTER}: '{key}' has rank {rank}, and {ADAPTER_CONFIG} says {stated}")

@@ -92,8 +92,8 @@ _CHANGES = Changes()
 
 
 def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
-    """A base with a delta: a store, and whose names the delta says that the result has. Reads all of the base, which
-    may spell its names otherwise, and what changed.
+    """Return a store of the base with the delta on it, and the kind of names that the delta gives the result. Reads all
+    of the base, whose names may have another spelling, and the changes.
 
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.

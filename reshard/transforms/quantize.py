@@ -72,7 +72,7 @@ def in_blocks(name: str, tensor: Tensor, lost: NDArray[np.float64]) -> tuple[Con
 
 
 def _of_rows(width: int, begin: int, end: int, row: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Bytes ``begin`` to ``end`` of rows of so many bytes."""
+    """Return bytes ``begin`` to ``end`` of rows of equal length."""
     content = np.empty(end - begin, np.uint8)
     for number in range(begin // width, -(-end // width)):
         at = number * width - begin  # where the row begins in the range
@@ -81,7 +81,7 @@ def _of_rows(width: int, begin: int, end: int, row: Callable[[int], NDArray[np.u
 
 
 class Quantized(NamedTuple):
-    """A checkpoint of 8-bit floats, and what its reader must know.
+    """Return a checkpoint of 8-bit floats, and a note for its reader.
 
     ``error`` says of the weights that were read so far which has lost most, and the root mean square of that relative
     to that of its numbers.

@@ -173,8 +173,8 @@ Compute = Callable[[Arithmetic, int, int], NDArray[Any]]
 
 
 def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: int = 1) -> Content:
-    """Elements from one number to another as ``compute`` makes them of ``inputs`` and ``what``, of which it is all that
-    the elements follow from. The first input is what they stand for.
+    """Return a content whose elements ``compute`` makes, from one number to another, out of ``inputs`` and ``what``, on
+    which alone they depend. It stands in place of the first input.
 
     ``unit`` are the bytes of an element: a range that begins or ends within one is cut out of whole ones.
     """
@@ -354,7 +354,8 @@ def changed(
     sides: Mapping[str, FilePath | bytes] | None = None,
     beside: Mapping[str, str] = MappingProxyType({}),
 ) -> range_store.RangeStore:
-    """A source with these tensors in place of those of the same names, and with these side files, if given: a store.
+    """Return a store: the source with these tensors in place of those of the same names, and with these side files, if
+    given.
 
     A file whose tensors have the dtypes that they had is laid out as it was, in others the largest elements come first;
     a file of none of them is none. ``beside`` has new tensors by the names of those whose file they are in. Raises
@@ -422,7 +423,7 @@ class ComputedFile(Remote):
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the identities of the files that it is made of, of its header, and of what makes each tensor."""
+        """A digest of the identities of its source files, of its header, and of the origin of each tensor."""
         pieces = [[*piece[:2], piece.content.plain] for piece in self.pieces]
         digest = hashlib.sha256(self.header)
         digest.update(json.dumps([_VERSION, [file.identity for file in self.files], pieces], default=_plain).encode())

@@ -37,7 +37,7 @@ from reshard.formats.files.sharded import (
 )
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.architecture_files import find_architecture
-from reshard.formats.notation.format import MODULES, SOURCE_NAMES, Format, Settings
+from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format, Settings
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath
@@ -107,7 +107,8 @@ class Output:
         is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so
         is_spelled = is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path)
         spelled = in_modules(format) if is_spelled else format
-        is_named = format.files.is_distributed and format.rules.keep  # a loader asks for each name that was saved
+        # a loader asks for each name that was saved
+        is_named = format.files.is_distributed and format.rules.keep and names != PUBLISHED
         twice = source.twice if state is not None else source.aliases
         if not is_named:
             restored = {name for file in source.record.files for name in file.tensors} if is_restored else ()
@@ -329,7 +330,7 @@ class Output:
     # ----------------------------------------------------------------------------------------------------- small files
 
     def _documents_of(self, rank: int) -> dict[str, bytes]:
-        """A rank's config.json, that of an adapter, and its index."""
+        """A rank's config.json, the one of an adapter, and its index."""
         folder = self.plan.mesh.folder(rank)
         documents = {f"{folder}/{CONFIG}": json_bytes(rank_config(self.plan, rank)) + b"\n"}
         if self._adapter is not None:
@@ -390,7 +391,7 @@ class Output:
             yield from self._index(self.files)
 
     def _check_own(self, settings: Settings, content: bytes) -> None:
-        """Raise PlanError if a program's config file that the source has is not that of this model."""
+        """Raise PlanError if the source has a program's config file that describes another model."""
         stored = [(tensor.name, tensor.dtype, shape) for tensor, shape in self.arrangement.tensors_of(0)]
         planned, stated = (
             made_config(settings, document, stored, self.plan.mesh.size)

@@ -1,5 +1,5 @@
-"""Writes an output, in whatever format: checks its place, moves the bytes, checks what was read and written, publishes
-it when it is complete, and says how far it is.
+"""Writes an output, in whatever format: checks its place, moves the bytes, checks both sides' sums, publishes the
+complete output, and shows the progress.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
 
 
 def _kept(files: Iterable[FilePlan], writing: Mapping[FilePlan, Writing], staging: Staging) -> str:
-    """What an interrupted run leaves to the next."""
+    """Return a clause on the bytes that an interrupted run leaves to the next."""
     mine = [file for file in files if file.name in staging.share.files]
     count = sum(file.layout.size for file in mine if file.name in staging.finished)
     left = (opened for file, opened in writing.items() if file.name not in staging.finished)
@@ -260,13 +260,13 @@ def _has_all_ranks(out: Path) -> bool:
 
 @dataclass(frozen=True)
 class Written:
-    """The bytes that this run wrote and fetched, and the sums of what it read of each file."""
+    """The bytes that this run wrote and fetched, and the sums of the bytes read of each file."""
 
     nbytes: int
     fetched: int
     sums: Sums
     read: Sequence[SourceFile]
-    """The files of the source that hold what was moved."""
+    """The source's files from which bytes were moved."""
     began: float
     """The time at which it began (``time.monotonic``)."""
     moving: float
@@ -274,7 +274,9 @@ class Written:
 
 
 def jobs_into(new: Output, files: Collection[FilePlan]) -> list[Job]:
-    """What is to be moved into some of the files of an output. Raises PlanError if a tensor cannot go into its file."""
+    """Return the jobs that fill some of the files of an output. Raises PlanError if a tensor cannot go into its
+    file.
+    """
     jobs, wanted = list[Job](), {*files}
     for part in (new, *new.states):
         places: dict[int, dict[str, TargetPlace]] = {}
@@ -368,7 +370,8 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
 
 
 def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[FilePlan]) -> None:
-    """Add the sums of what earlier runs and other processes read for their finished files to the sums of this run.
+    """Add the sums of bytes that earlier runs and other processes read for their finished files to the sums of this
+    run.
 
     Raises MismatchError if both have read the same bytes and the sums differ.
     """
@@ -383,7 +386,7 @@ def _add_others(reads: Iterable[Read], sums: Sums, files: Sequence[FilePlan]) ->
 
 
 def _sum_what_no_target_needs(source: Source, sums: Sums) -> None:
-    """Add to the sums what a program stores beside the model's own bytes, so that no file is read again for them."""
+    """Add bytes that a program stores beside the model's own to the sums, so that no file is read again for them."""
     if source.format.plain or not any(file.expected for file in source.files.values()):
         return
     unneeded = [

@@ -1,4 +1,4 @@
-"""The answer of a command that writes: what was done, or would be, and where the time went."""
+"""The answer of a command that writes: the work done or planned, and the time of each step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Summary(Result):
     planned: Sequence[FilePlan] = field(default=(), compare=False)
     """With ``dry_run``: the weight files that would be written."""
     moves: Sequence[Job] = field(default=(), compare=False)
-    """With ``dry_run``: what would go from where to where."""
+    """With ``dry_run``: the moves, from where to where."""
 
     @property
     def headline(self) -> str:

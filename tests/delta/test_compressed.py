@@ -246,9 +246,9 @@ def test_damaged_frames(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"delta_encoding": "sparse"}, "delta_encoding is none of xor, overwrite"),
-        ({"compression_format": "gzip"}, "compression_format is none of zstd"),
-        ({"checksum_format": "md5"}, "checksum_format is none of xxh3-128, blake3, adler32"),
+        ({"delta_encoding": "sparse"}, "delta_encoding should be one of xor, overwrite"),
+        ({"compression_format": "gzip"}, "compression_format should be one of zstd"),
+        ({"checksum_format": "md5"}, "checksum_format should be one of xxh3-128, blake3, adler32"),
     ],
 )
 def test_other_layouts_of_slimes(

@@ -18,8 +18,8 @@ from reshard.delta import storing
 from reshard.formats.errors import CheckpointError
 from tests import store
 from tests.marks import thorough
-from tests.reshard.store_server import StoreServer, upload
 from tests.slow import Turns
+from tests.stores.store_server import StoreServer, upload
 from tests.support import change_tensor, command, contents, write_checkpoint
 
 NORM, ROOT = "model.norm.weight", Path(__file__).parents[2]

@@ -78,7 +78,7 @@ def test_what_does_not_give_units_is_refused(units: object) -> None:
         ({}, "file has no dimensions"),
         ({"pp": 2, "same_ranks": True}, "file has no dimensions over the same ranks"),
         ({"tp": 2, "same_ranks": 1}, "file.same_ranks should be true or false"),
-        ({"tp": 2, "dp": 2}, "'dp' of 2 is no mesh dimension"),
+        ({"tp": 2, "dp": 2}, "'dp' of 2 is not a mesh dimension"),
         ({"tp": 2, "pp": 2}, "pp is not its first dimension"),
     ],
 )

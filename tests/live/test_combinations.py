@@ -118,7 +118,7 @@ def test_receivers_that_have_a_tensor_in_two_dtypes(llama: Path) -> None:
 
 def test_a_bucket_has_room(llama: Path) -> None:
     for bucket in (0, -1, 4095, 6.4e7):
-        with pytest.raises(PlanError, match=rf"bucket={bucket} is no number of bytes from 4,096 on"):
+        with pytest.raises(PlanError, match=rf"bucket={bucket} should be a number of bytes, at least 4,096"):
             routes(llama, source="fsdp2:2", target="vllm:tp1", bucket=bucket)  # type: ignore[arg-type]
 
 

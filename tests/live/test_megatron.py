@@ -111,11 +111,11 @@ def test_what_would_be_copied_is_found_by_indices() -> None:
 
 def test_what_is_no_view_is_refused() -> None:
     for order in ((3, 2, 1, 0), (0, 1, 3, 2)):
-        with pytest.raises(PlanError, match=r"^w: what Megatron-Core would store is no view"):
+        with pytest.raises(PlanError, match=r"^w: what Megatron-Core would store is not a view"):
             slices_of_megatron(Model((4,), lambda weight, order=order: Factory("w", weight, in_order(*order))))
-    with pytest.raises(PlanError, match=r"^w: .* but a copy"):
+    with pytest.raises(PlanError, match=r"^w: Megatron-Core would store a copy"):
         slices_of_megatron(Model((4,), lambda weight: Part("w", weight.clone(), (4,), (0,))))
-    with pytest.raises(PlanError, match=r"a Linear is no model of Megatron-Core"):
+    with pytest.raises(PlanError, match=r"a Linear is not a model of Megatron-Core"):
         slices_of_megatron(nn.Linear(2, 2))
 
 

@@ -71,32 +71,34 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], dict[str, Any], t
         "push(dtype='BF16') rounds it",
     ),
     "no dtype": (
-        lambda model: model, {"dtype": "int4"}, {}, (1, 1), "trainer 0: dtype='int4' is none of BF16, F16 and F32", "",
+        lambda model: model, {"dtype": "int4"}, {}, (1, 1), "trainer 0: dtype='int4' should be BF16, F16 or F32", "",
     ),
     "a dtype that is not rounded to": (
         lambda model: model, {"dtype": torch.float8_e4m3fn}, {}, (1, 1),
-        "trainer 0: dtype=torch.float8_e4m3fn is none of BF16, F16 and F32", "",
+        "trainer 0: dtype=torch.float8_e4m3fn should be BF16, F16 or F32", "",
     ),
     "another dtype": (
         lambda model: model, {"dtype": "float16"}, {}, (1, 1),
         "tensor 'model.embed_tokens.weight' is F16, and would be stored as BF16: no bits may be lost", "",
     ),
     "an empty bucket": (
-        lambda model: model, {"bucket": 0}, {"bucket": 0}, (1, 1), "bucket=0 is no number of bytes from 4,096 on", "",
+        lambda model: model, {"bucket": 0}, {"bucket": 0}, (1, 1),
+        "bucket=0 should be a number of bytes, at least 4,096", "",
     ),
     "a receiver's bucket": (
         lambda model: model, {}, {"bucket": 1 << 20}, (1, 1),
         "receiver 0 has bucket=1048576, and trainer 0 67108864", "give all the same",
     ),
     "a word as version": (
-        lambda model: model, {}, {}, ("3", 3), "trainer 0: version='3' is no whole number from 0 to 2**63 - 1", "",
+        lambda model: model, {}, {}, ("3", 3),
+        "trainer 0: version='3' should be a whole number from 0 to 2**63 - 1", "",
     ),
     "too large a version": (
         lambda model: model, {}, {}, (1, 2**63),
-        f"receiver 0: version={2**63} is no whole number from 0 to 2**63 - 1", "",
+        f"receiver 0: version={2**63} should be a whole number from 0 to 2**63 - 1", "",
     ),
     "a state_dict()": (
-        lambda model: model.state_dict(), {}, {}, (1, 1), "trainer 0: 'model.embed_tokens.weight' is no parameter",
+        lambda model: model.state_dict(), {}, {}, (1, 1), "trainer 0: 'model.embed_tokens.weight' is not a parameter",
         "give the model itself: a state_dict() may be a copy",
     ),
     "an adapter": (
@@ -168,14 +170,14 @@ def test_taken(models: Models, case: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2}, "rank=2 is none of the 2 trainers, which count from 0"),
-        ({"rank": -1}, "rank=-1 is none of the 2 trainers, which count from 0"),
-        ({"rank": "0"}, "rank='0' is none of the 2 trainers, which count from 0"),
-        ({"world": 0}, "trainers=0 is no number of ranks from 1 on"),
-        ({"receivers": -1}, "receivers=-1 is no number of ranks from 1 on"),
-        ({"timeout": "10"}, "timeout='10' is no number of seconds above 0, and at most 1,000,000"),
-        ({"join": 0}, "join=0 is no number of seconds above 0, and at most 1,000,000"),
-        ({"patience": float("nan")}, "patience=nan is no number of seconds above 0, and at most 1,000,000"),
+        ({"rank": 2}, "rank=2 is not one of the 2 trainers, which count from 0"),
+        ({"rank": -1}, "rank=-1 is not one of the 2 trainers, which count from 0"),
+        ({"rank": "0"}, "rank='0' is not one of the 2 trainers, which count from 0"),
+        ({"world": 0}, "trainers=0 should be a number of ranks, at least 1"),
+        ({"receivers": -1}, "receivers=-1 should be a number of ranks, at least 1"),
+        ({"timeout": "10"}, "timeout='10' should be a number of seconds above 0, at most 1,000,000"),
+        ({"join": 0}, "join=0 should be a number of seconds above 0, at most 1,000,000"),
+        ({"patience": float("nan")}, "patience=nan should be a number of seconds above 0, at most 1,000,000"),
     ],
 )
 def test_ranks_and_seconds_that_are_none(options: dict[str, Any], message: str) -> None:
@@ -183,5 +185,5 @@ def test_ranks_and_seconds_that_are_none(options: dict[str, Any], message: str) 
     with pytest.raises(PlanError) as refused:
         push(nn.Linear(1, 1), to="vllm:1", config={}, **{**both, **options})
     assert refused.value.message == message
-    with pytest.raises(PlanError, match="rank=1 is none of the 1 receivers, which count from 0"):
+    with pytest.raises(PlanError, match="rank=1 is not one of the 1 receivers, which count from 0"):
         pull(store="tcp://127.0.0.1:1", rank=1, world=1, trainers=1)

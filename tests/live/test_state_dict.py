@@ -108,16 +108,16 @@ def test_what_is_no_whole_model_is_refused(tmp_path: Path) -> None:
         reshard.state_dict(5)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="meta device"):
         reshard.state_dict(module("llama").to("meta"))
-    with pytest.raises(PlanError, match="'step' is no tensor: it is of type int"):
+    with pytest.raises(PlanError, match="'step' is not a tensor: it is of type int"):
         reshard.state_dict({"step": 3})  # type: ignore[dict-item]
-    with pytest.raises(PlanError, match=r"x: a tensor in torch.sparse_coo is no plain tensor"):
+    with pytest.raises(PlanError, match=r"x: a tensor in torch.sparse_coo is not a plain tensor"):
         reshard.state_dict({"x": torch.ones(2).to_sparse()})
     for signs in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj()):
         with pytest.raises(PlanError, match="x: shows memory with other signs than are there"):
             reshard.state_dict({"x": signs})
-    with pytest.raises(PlanError, match="x: a nested tensor is no plain tensor"):
+    with pytest.raises(PlanError, match="x: a nested tensor is not a plain tensor"):
         reshard.state_dict({"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)})
-    with pytest.raises(PlanError, match="'3' is no name: it is of type int"):
+    with pytest.raises(PlanError, match="'3' is not a name: it is of type int"):
         reshard.state_dict({3: torch.ones(2)})  # type: ignore[dict-item]
     tensors = module("llama").state_dict()
     left = tensors.popitem()[0]

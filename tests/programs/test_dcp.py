@@ -29,8 +29,8 @@ from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.marks import of_ranks, one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module
-from tests.reshard.store_server import StoreServer
 from tests.routes import SOURCES
+from tests.stores.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

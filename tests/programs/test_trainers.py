@@ -31,7 +31,7 @@ from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
 from tests.programs.oracles import ORACLES
 from tests.programs.test_dcp import raw
-from tests.reshard.store_server import StoreServer, upload
+from tests.stores.store_server import StoreServer, upload
 from tests.support import command, contents, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

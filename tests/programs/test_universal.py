@@ -26,7 +26,7 @@ from tests.oracles.torchfile import load_dcp, load_pt
 from tests.programs.test_dcp import raw
 from tests.programs.test_trainer_laws import save_zero, state_of
 from tests.programs.test_trainers import CASES, config_of, fixtures, given, numbers, weights
-from tests.reshard.store_server import StoreServer
+from tests.stores.store_server import StoreServer
 from tests.support import command, contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

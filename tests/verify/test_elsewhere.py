@@ -16,9 +16,9 @@ from reshard.system import Share
 from reshard.verify.bytes import reading
 from tests import store as made
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
-from tests.reshard.store_server import StoreServer, dropped, status, upload
-from tests.reshard.test_ranges import in_process
+from tests.stores.hub_server import HubServer
+from tests.stores.store_server import StoreServer, dropped, status, upload
+from tests.stores.test_remote_ranges import in_process
 from tests.support import change_tensor, command
 
 pytestmark = thorough

@@ -89,7 +89,7 @@ def check(pair: Pair) -> ExactReport:
 
 @pytest.mark.parametrize("name", one_of_each(["deepseek_v3", "llama", "gpt2"]))
 def test_correct_shards_are_the_same(name: str, tmp_path: Path) -> None:
-    """All other models of the zoo: tests/reshard/test_split.py, where they are split anyway."""
+    """All other models of the zoo: tests/commands/test_split.py, where they are split anyway."""
     original = open_source(zoo.save(name, tmp_path / "original"))
     for tp in {2, 4, 8} & set(zoo.ZOO[name].degrees):
         split(original.path, tmp_path / str(tp), tp=tp)

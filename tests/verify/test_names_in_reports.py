@@ -50,14 +50,16 @@ def test_an_original_that_is_split_is_compared_and_not_run(form: str, tmp_path: 
     split(full, tmp_path / "straight", tp=2)  # its manifest is of files with the tensors in another order
     for out in ("out", "merged", "straight"):
         done = command("verify", "run", out, *given, cwd=tmp_path)
-        assert done.returncode == 0 and "No forward was run: run is no full checkpoint" in done.stdout, done.stderr
+        assert done.returncode == 0 and "No forward pass was run: run is not a full checkpoint" in done.stdout, (
+            done.stderr
+        )
         last = done.stdout.splitlines()[-1]
         assert "the original, put together by reshard's merge" in last and "; no forward" in last
     done = command("verify", "run", "cast", "--dtype", "bf16", "--exact-only", *given, cwd=tmp_path)
     assert done.returncode == 0 and "after a cast to bf16" in done.stdout, done.stderr
     for more in (("--dry-run",), ("--exact-only", "--loader", sys.executable)):
         done = command("verify", "run", "merged", *more, *given, cwd=tmp_path)
-        assert done.returncode == 2 and "Error: run is no full checkpoint, which alone runs" in done.stderr
+        assert done.returncode == 2 and "Error: run is not a full checkpoint, and only one can run" in done.stderr
     change_tensor(tmp_path / "out/rank-01-of-04/model.safetensors", NORM)
     done = command("verify", "run", "out", *given, "-q", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "different\n")

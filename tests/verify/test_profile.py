@@ -262,6 +262,22 @@ def test_one_degree_and_its_reason(rates: tuple[float, ...], expected: int, reas
     assert (found.tp, found.reason) == (expected, reason)
 
 
+def test_a_larger_degree_makes_room_for_sequences() -> None:
+    """What weights and activations leave free, by the cache of one sequence, which is divided too."""
+    work = Workload("decode", 4, 2048)
+    few, many = (
+        replace(row, workload=work, memory=Memory(row.memory.weights, 4_000_000_000 // row.tp, 1_000_000_000, 0))
+        for row in rows({2: 10.0, 4: 11.0}, {2: 70_000_000_000, 4: 35_000_000_000})
+    )
+    assert (few.sequences, many.sequences) == (9 * 2, 44 * 4)
+    assert recommend([few, many]).reason.endswith(
+        "gains 10% of a possible 100%, with room for 9.8 times as many sequences"
+    )
+    full = replace(few, capacity=71_000_000_000)
+    assert full.sequences == 0 and not full.fits
+    assert replace(few, memory=replace(few.memory, cache=0)).sequences is None
+
+
 def test_no_degree_is_faster() -> None:
     """Of equal ones, the smallest; what is slower is no gain."""
     assert recommend(rows(dict.fromkeys((1, 2, 4, 8), 10.0), dict.fromkeys((1, 2, 4, 8), 7))).tp == 1

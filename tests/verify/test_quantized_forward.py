@@ -24,7 +24,7 @@ from reshard.verify.rank.loading import load_original
 from tests import zoo
 from tests.dequantize import METHODS, Stored
 from tests.marks import thorough
-from tests.reshard.test_quantized import names_of, read, write
+from tests.source.test_quantized import names_of, read, write
 from tests.support import change_tensor
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import QUICK

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import store
 from tests.marks import one_of_each
-from tests.reshard.test_spellings import State, below, distributed, modules_of, plain, root_changed, wrapped
+from tests.model.test_spellings import State, below, distributed, modules_of, plain, root_changed, wrapped
 from tests.support import change_tensor, command
 
 SPELLINGS: dict[str, Callable[[State], State]] = {

@@ -224,6 +224,12 @@ class Row:
         return self.memory.total <= self.capacity and not (self.not_run and self.not_run.ran_out)
 
     @property
+    def sequences(self) -> int | None:
+        """The sequences of this length whose cache fits beside weights and activations; None without a cache."""
+        memory, left = self.memory, self.capacity - self.memory.total + self.memory.cache
+        return max(0, left * self.workload.batch // memory.cache) if memory.cache else None
+
+    @property
     def rate(self) -> float:
         """Tokens per second of the whole model; 0 if there is no time."""
         return self.workload.tokens / self.time.seconds if self.time and self.time.seconds else 0.0
@@ -329,7 +335,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     if smaller:
         reasons.append(f"{_gain(rows_of[smaller[-1]], rows_of[best]):.2f} times as fast as tp {smaller[-1]}")
     if larger:
-        reasons.append(_larger(rows_of[best], rows_of[larger[0]]))
+        reasons.append(_larger(rows_of[best], rows_of[larger[0]]) + _more_room(rows_of[best], rows_of[larger[0]]))
     alone = []
     for number, row in enumerate(rows_of[best]):
         degree = _best(among, {d: [rows_of[d][number]] for d in among})
@@ -359,6 +365,13 @@ def _larger(few: Sequence[Row], many: Sequence[Row]) -> str:
     change = f"{gains} {gain:.0%} of a possible {many[0].tp / few[0].tp - 1:.0%}"
     change = change if gain >= 0 else f"{is_slower} {-gain:.0%} slower"
     return f"tp {many[0].tp} {spends} {'up to ' if len(many) > 1 else ''}{share:.0%} in collectives and {change}"
+
+
+def _more_room(few: Sequence[Row], many: Sequence[Row]) -> str:
+    """Return a clause on the sequences for which a larger degree makes room; "" if these are no more for each rank."""
+    rooms = [(a.sequences, b.sequences) for a, b in zip(few, many, strict=True) if a.sequences and b.sequences]
+    gain = min((after / before for before, after in rooms), default=0.0)
+    return f", with room for {gain:.1f} times as many sequences" if gain > 1.05 * many[0].tp / few[0].tp else ""
 
 
 def _none_fits(rows: Sequence[Row]) -> str:

@@ -90,6 +90,7 @@ def _cells(row: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
         "collectives": f"{time['collectives'] / time['seconds']:.0%}" if time and time["seconds"] else "–",
         **{part: human_bytes(memory[part]) for part in parts},
         "a rank": human_bytes(memory["total"]),
+        "room for": f"{row['sequences']:,} x {row['seq']:,}" if row["sequences"] is not None else "–",
         "fits": "yes" if row["fits"] else "no",
         "prediction": error_text(row["prediction_error"]) if row["measured"] else "not measured",
     }
@@ -158,6 +159,7 @@ def _row(row: Row) -> dict[str, Any]:
         "prediction_error": row.error,
         "memory": {**asdict(memory), "total": memory.total, "capacity": row.capacity},
         "fits": row.fits,
+        "sequences": row.sequences,
         "all_reduce_bytes_per_token": row.measured.reduced / row.workload.tokens if row.measured else None,
         "all_reduce_bytes_per_token_of_plan": row.stated / row.workload.tokens,
         "not_run": row.not_run.why if row.not_run else None,

@@ -38,9 +38,9 @@ from reshard.verify.bytes import reading as proof
 from tests import store
 from tests.dequantize import METHODS, Stored
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer
-from tests.reshard.test_quantized import PACKINGS, checkpoint, read, write
-from tests.reshard.test_quantized import dequantize as by_definition
+from tests.source.test_quantized import PACKINGS, checkpoint, read, write
+from tests.source.test_quantized import dequantize as by_definition
+from tests.stores.store_server import StoreServer
 from tests.support import command, contents
 
 ONE = {"workers": 1}
@@ -231,6 +231,18 @@ def test_the_arithmetic_of_the_proof_is_its_own() -> None:
             found = dequantize(codes[begin:], begin, grid, scales_from(content, dtype, grid))
             should = proof._bits(codes[begin:], begin, grid, proof._scales(content, dtype, grid))
             assert np.array_equal(found, should), (dtype, grid)
+
+
+@pytest.mark.parametrize("scale", [1.0, -3.5, 2.0**-130, 2.0**-149, 2.0**120, math.inf, math.nan, 0.0, 64.0, 0.0123])
+def test_all_numbers_of_e4m3(scale: float) -> None:
+    """By their bits, also the subnormals, both zeros and both NaNs: their value times the scale, rounded once."""
+    codes, grid, by = np.arange(256, dtype=np.uint8), Grid(16, 16, 16, 16), np.full((1, 1), scale, np.float32)
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.tensor(scale)
+    should = values.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    found = dequantize(codes, 0, grid, by)
+    nan = values.isnan().numpy()
+    assert np.array_equal(found[~nan], should[~nan]) and (found[nan] == 0x7FC0).all()
+    assert np.array_equal(found, proof._bits(codes, 0, grid, by.astype(np.float64)))
 
 
 SINGLE = {

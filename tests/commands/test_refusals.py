@@ -168,7 +168,7 @@ def test_a_file_that_was_not_written_by_split(shards, tmp_path):
         (lambda text: "{", ("reshard.json", "not valid JSON")),
         (lambda text: "[]", ("reshard.json", "should be a JSON object and is []")),
         (lambda text: text.replace('"version": 1', '"version": 99'), ("reshard.json", "version 99")),
-        (lambda text: text.replace('"tp": 8', '"tp": -1'), ("reshard.json", "no mesh dimension")),
+        (lambda text: text.replace('"tp": 8', '"tp": -1'), ("reshard.json", "not a mesh dimension")),
         (
             lambda text: text.replace('"rank-03-of-08/model.safetensors"', '"../other/model.safetensors"'),
             ("points outside",),

@@ -34,11 +34,11 @@ from reshard.store.selection import Weights
 from reshard.store.staging_names import staging_of
 from tests.dequantize import METHODS
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
-from tests.reshard.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
-from tests.reshard.test_adapters import adapter
-from tests.reshard.test_quantized import checkpoint as quantized
+from tests.source.test_quantized import checkpoint as quantized
+from tests.stores.hub_server import HubServer
+from tests.stores.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
 from tests.support import LLAMA, command, contents, llama_tensors, write_checkpoint, write_file
+from tests.transforms.test_adapters import adapter
 
 pytestmark = thorough
 
@@ -771,7 +771,9 @@ def test_a_hub_that_is_lost_while_weights_are_read_is_one_line(checkpoint: Path,
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e30", "-5", "soon"])
 def test_what_is_no_number_of_seconds_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_RETRY_SECONDS", seconds)
-    with pytest.raises(CheckpointError, match=f"RESHARD_RETRY_SECONDS is '{seconds}', which is no number of seconds"):
+    with pytest.raises(
+        CheckpointError, match=f"RESHARD_RETRY_SECONDS is '{seconds}', which is not a number of seconds"
+    ):
         open_store("s3://bucket/x")
 
 

@@ -214,7 +214,7 @@ def test_a_cast_to_its_own_dtype_changes_nothing(tmp_path: Path) -> None:
 
 def test_quantized_weights_and_scales_stay(tmp_path: Path) -> None:
     from tests.dequantize import METHODS
-    from tests.reshard.test_quantized import PACKINGS, checkpoint
+    from tests.source.test_quantized import PACKINGS, checkpoint
 
     for method in ("gptq", "float8-block"):
         folder, *_ = checkpoint(tmp_path / method, METHODS[method], PACKINGS[0])

@@ -19,7 +19,7 @@ from reshard.source.opening import open_source
 from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
-from tests.reshard.test_remote import saved
+from tests.model.test_remote_code import saved
 from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
 from tests.support import command as run
 

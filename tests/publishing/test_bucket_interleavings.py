@@ -22,7 +22,7 @@ from reshard.publishing.upload import Uploading
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, task_name
 from tests.marks import thorough
-from tests.reshard.model_bucket import Answers, Object, Run, Store, install
+from tests.publishing.model_bucket import Answers, Object, Run, Store, install
 
 LIST = "reshard.json"
 OWN = "thesis.txt"

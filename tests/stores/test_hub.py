@@ -29,8 +29,8 @@ from reshard.store.selection import HubAccess, Weights, side_files, weight_files
 from tests.forked import forked
 from tests.formats.test_checkpoint import SIDE_FILES, STRAYS
 from tests.marks import of_ranks, thorough
-from tests.reshard.hub_server import HubServer
-from tests.reshard.test_adapters import adapter
+from tests.stores.hub_server import HubServer
+from tests.transforms.test_adapters import adapter
 
 pytestmark = [thorough, of_ranks]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import store
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer, upload
+from tests.stores.store_server import StoreServer, upload
 from tests.support import command
 
 State = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ import reshard
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.options import LocalPath, NewFile
 from tests.marks import thorough
-from tests.reshard.hub_server import HubServer
-from tests.reshard.store_server import StoreServer
+from tests.stores.hub_server import HubServer
+from tests.stores.store_server import StoreServer
 from tests.support import command, contents, write_checkpoint
 from tests.test_cli import in_one_process
 

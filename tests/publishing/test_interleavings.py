@@ -21,7 +21,7 @@ from reshard.publishing.journal import WHOLE, FileShare, Finished, Moved
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import BUILT, JOURNAL, STATE
 from tests.marks import thorough
-from tests.reshard.model_disk import INTERRUPT, OUT, WORK, Answers, Detail, Disk, Name, Run, install
+from tests.publishing.model_disk import INTERRUPT, OUT, WORK, Answers, Detail, Disk, Name, Run, install
 
 LIST = "reshard.json"
 OLD, NEW = "old", "new"

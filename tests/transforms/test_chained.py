@@ -19,9 +19,9 @@ from reshard.store.range_store import remote_of
 from reshard.transforms.opening import open_any
 from tests import peft_adapters, store
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer
-from tests.reshard.test_dequantize import quantized
+from tests.stores.store_server import StoreServer
 from tests.support import change_tensor, command, contents
+from tests.transforms.test_dequantize import quantized
 
 ONE = {"workers": 1}
 

@@ -13,7 +13,7 @@ import pytest
 from reshard.api import merge, split
 from reshard.formats.errors import MismatchError
 from reshard.move.jobs import Sizes
-from tests.reshard.test_output import journals, noted
+from tests.publishing.test_output import journals, noted
 from tests.slow import Turns
 from tests.support import change_tensor, contents, write_checkpoint
 

@@ -16,6 +16,7 @@ from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.writing.summary import Summary, file_document, move_document, move_lines
 from tests import store
 from tests.marks import one_of_each
+from tests.support import command
 
 ROUTES = [("llama", None), ("qwen3_moe", "vllm"), ("llama", "vllm"), ("gpt2", None), ("llama", "megatron"),
           ("qwen3_moe", "transformers"), ("qwen3_moe", "dcp"), ("phi3", "sglang"), ("gpt2", "vllm")]  # fmt: skip
@@ -99,3 +100,11 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     dry = split(store.checkpoint("llama"), tmp_path / "out", tp=2, dry_run=True)
     assert {job.name for job in dry.moves} == {tensor.name for tensor in store.source("llama").model.tensors}
     assert not (tmp_path / "out").exists()
+
+
+def test_moves_are_printed_or_the_path_is(tmp_path: Path) -> None:
+    done = command("split", store.checkpoint("llama"), tmp_path / "out", "--tp", "2", "--moves", "--quiet")
+    assert done.returncode == 2 and "--moves goes without --quiet" in done.stderr
+    lines = command("split", store.checkpoint("llama"), tmp_path / "out", "--tp", "2", "--moves").stdout.splitlines()
+    assert lines[0].endswith("]") and not (tmp_path / "out").exists()
+    assert {line.split()[0] for line in lines if line.startswith(" ")} == {"from", "to"}

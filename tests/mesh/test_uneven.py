@@ -26,7 +26,7 @@ from reshard.verify.bytes.exact import compare, verify_exact
 from tests import zoo
 from tests.dequantize import METHODS
 from tests.marks import one_of_each, thorough
-from tests.reshard.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts
+from tests.source.test_quantized import CASES, PACKINGS, checkpoint, dequantize, parts
 from tests.support import (
     LLAMA,
     assert_boxes_make_up_the_tensors,

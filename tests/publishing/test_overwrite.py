@@ -113,7 +113,7 @@ def test_a_users_own_file_is_named_and_stays(form: str | None, own: str, source:
     (out / own).parent.mkdir(exist_ok=True)
     (out / own).write_text("years")
     before = contents(out)
-    with pytest.raises(CheckpointError, match=f"holds '{own}', no part of the checkpoint there") as refusal:
+    with pytest.raises(CheckpointError, match=f"holds '{own}', not part of the checkpoint there") as refusal:
         split(origin, out, format=form, overwrite=True)
     assert refusal.value.hint is not None and contents(out) == before
     (out / own).unlink()
@@ -123,7 +123,7 @@ def test_a_users_own_file_is_named_and_stays(form: str | None, own: str, source:
 def test_a_link_to_a_folder_is_a_users_own(source: Path, tmp_path: Path) -> None:
     split(source, tmp_path / "out", tp=2)
     (tmp_path / "out" / "data").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="holds 'data', no part of"):
+    with pytest.raises(CheckpointError, match="holds 'data', not part of"):
         split(source, tmp_path / "out", tp=2, overwrite=True)
 
 
@@ -164,7 +164,9 @@ def test_every_file_of_every_format_may_be_overwritten(form: str | None, tmp_pat
     (out / "reshard.json").unlink(missing_ok=True)
     (source / "notes.txt").unlink()
     if form != "huggingface":
-        with pytest.raises(CheckpointError, match=r"holds 'notes.txt', no part"):  # of another, which nobody has listed
+        with pytest.raises(
+            CheckpointError, match=r"holds 'notes.txt', not part"
+        ):  # of another, which nobody has listed
             split(origin, out, format=form, overwrite=True)
 
 

@@ -146,6 +146,88 @@ def test_a_merge_gives_the_names_that_are_asked_for(name: str, tmp_path: Path) -
     assert back.keys() == ours.keys() and all(torch.equal(back[key], ours[key]) for key in ours)
 
 
+def names_and_values(folder: Path) -> dict[str, bytes]:
+    state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    return {key: repr(value.shape).encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            for key, value in state.items()}  # fmt: skip
+
+
+NO_PLACE = {
+    "deepseek_ocr2", "unlimited_ocr", "dots3_note", "ernie4_5_vl_moe", "diffusion_gemma", "hrm_text", "hunyuan_vl",
+    "inkling_mm_model", "inkling2_text", "inkling2", "mistral_large4", "molmo2", "qianfan_ocr", "nemotron_h_omni",
+    "nemo_speechlm", "step3p7", "esm", "esm-absolute", "qwen4_exp_text", "qwen4_exp", "zamba", "zamba2",
+}  # fmt: skip
+"""Operations of transformers that its table has not, or modules with more than checkpoints."""
+TIED_OTHERWISE = {"mbart", "mt5", "nomic_bert"}
+"""A tied head that is published once more, or tables that are tied although config.json does not say so."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    some({"gemma3", "minimax_m3_vl", "paddleocr_vl", "qwen2_vl", "granitemoe", "bert", "t5", "gte", "zamba"},
+         TIED_OTHERWISE, zoo.ZOO),
+)  # fmt: skip
+def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: str, tmp_path: Path) -> None:
+    model, run, out = store.checkpoint(name), tmp_path / "run", tmp_path / "out"
+    if name in NO_PLACE:
+        with pytest.raises(ReshardError, match="has no place in the format 'dcp'"):
+            reshard.split(model, run, format="dcp", names="modules", quiet=True)
+        return
+    published = names_and_values(model)
+    reshard.split(model, run, format="dcp", names="modules", quiet=True)
+    (run / "reshard.json").unlink()
+    reshard.merge(run, out, config=model, quiet=True)
+    assert names_and_values(out) == published
+    reshard.split(run, tmp_path / "again", format="dcp", names="published", config=model, quiet=True)
+    assert set(dcp.FileSystemReader(tmp_path / "again").read_metadata().state_dict_metadata) == published.keys()
+    reshard.split(model, tmp_path / "ranks", tp=1, quiet=True)
+    reshard.merge(tmp_path / "ranks", tmp_path / "modules", names="modules", quiet=True)
+    if names_and_values(tmp_path / "modules").keys() == published.keys():
+        with pytest.raises(ReshardError, match="a full checkpoint with these names"):
+            reshard.merge(tmp_path / "modules", tmp_path / "back", names="published", quiet=True)
+        return
+    reshard.merge(tmp_path / "modules", tmp_path / "back", names="published", quiet=True)
+    assert names_and_values(tmp_path / "back") == published
+
+
+@pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe"}, (), zoo.ZOO))
+def test_a_name_is_spelled_there_and_back(name: str) -> None:
+    """No name of a published checkpoint is that of a module of another tensor."""
+    model = store.checkpoint(name)
+    config = json.loads((model / "config.json").read_text())
+    spellings = Spellings(find_architecture(config, model), config)
+    names = {key for file in model.glob("*.safetensors") for key in load_file(file)}
+    assert {key: spellings.published(key) for key in names} == {
+        key: None if spellings.published(key) is None else key for key in names
+    }
+    assert not spellings.are_of_modules(names)
+    modules = {key: spelled for key in names if (spelled := spellings.in_modules(key)) is not None}
+    there = {spelled: spellings.published(spelled) for key, spelled in modules.items() if spellings.published(key)}
+    assert there == {modules[key]: key for key in modules if spellings.published(key)}
+
+
+@pytest.mark.parametrize("write", [plain, distributed])
+def test_names_of_two_spellings_are_said(write: Callable[[State, Path, Path], None], tmp_path: Path) -> None:
+    model, modules = store.checkpoint("qwen3_moe"), modules_of("qwen3_moe")
+    state = {key: value for key, value in load_file(model / "model.safetensors").items() if ".layers.0." not in key}
+    write(state | {key: value for key, value in modules.items() if ".layers.0." in key}, tmp_path / "run", model)
+    config = {"config": model} if write is distributed else {}
+    with pytest.raises(ReshardError, match="names of two spellings: "):
+        reshard.split(tmp_path / "run", tmp_path / "out", tp=1, quiet=True, **config)
+
+
+def test_an_untied_head_that_config_json_calls_tied_is_kept(tmp_path: Path) -> None:
+    """As transformers takes it: its content tells, where the model within is not tied."""
+    model, state = store.checkpoint("gemma3"), modules_of("gemma3")
+    for is_tied in (True, False):
+        run, out = tmp_path / f"run{is_tied}", tmp_path / f"out{is_tied}"
+        head = state["lm_head.weight"]
+        distributed(state | {"lm_head.weight": head if is_tied else head + 1}, run, model)
+        reshard.merge(run, out, config=model, quiet=True)
+        names = load_file(out / "model.safetensors").keys()
+        assert ("language_model.lm_head.weight" in names) is not is_tied and "lm_head.weight" not in names
+
+
 def test_other_names_are_refused(tmp_path: Path) -> None:
     done = command("merge", "ranks", tmp_path / "out", "--names", "hub")
     assert done.returncode == 2 and "'hub' is not one of 'source', 'published', 'modules'" in done.stderr

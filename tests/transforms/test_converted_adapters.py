@@ -255,7 +255,7 @@ def test_what_no_form_holds(tmp_path: Path) -> None:
     save_file(dtypes, mixed / "adapter_model.safetensors")
     with pytest.raises(ReshardError, match=r"experts\.gate_up_proj' have different dtypes, F16 and F32"):
         split(mixed, tmp_path / "out", format="peft", config=base)
-    with pytest.raises(ReshardError, match="is no adapter, and 'peft' is a format of adapters"):
+    with pytest.raises(ReshardError, match="is not an adapter, and 'peft' is a format of adapters"):
         split(base, tmp_path / "out", format="peft")
     for settings in ({"dequantize": True}, {"adapter": own}, {"max_shard_size": 1 << 20}, {"tp": 2}):
         with pytest.raises(SettingError):

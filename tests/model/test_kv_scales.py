@@ -18,7 +18,7 @@ from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor
 from tests.dequantize import METHODS, Stored
-from tests.reshard.test_quantized import FAST, PACKINGS, checkpoint, read, write
+from tests.source.test_quantized import FAST, PACKINGS, checkpoint, read, write
 from tests.support import contents
 
 # 8 query heads of 6 on 4 KV heads, on 8 ranks

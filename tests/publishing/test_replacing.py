@@ -27,7 +27,7 @@ from reshard.system import Share
 from reshard.transforms.opening import open_any
 from reshard.writing.rewrite import place_of
 from tests.marks import one_of_each, thorough
-from tests.reshard.store_server import StoreServer, status
+from tests.stores.store_server import StoreServer, status
 from tests.support import change_tensor, command, contents, without_manifest, write_checkpoint
 
 pytestmark = thorough
@@ -418,7 +418,7 @@ def test_a_users_own_object_is_named_and_stays(own: str, store: StoreServer, acc
     (store.root / "out" / own).parent.mkdir(exist_ok=True)
     (store.root / "out" / own).write_text("years")
     before = contents(store.root)
-    with pytest.raises(CheckpointError, match=f"s3://bucket/out holds '{own}', no part of the checkpoint there"):
+    with pytest.raises(CheckpointError, match=f"s3://bucket/out holds '{own}', not part of the checkpoint there"):
         split(checkpoint, URL, tp=1, **access, overwrite=True)
     assert contents(store.root) == before
     (store.root / "out" / own).unlink()

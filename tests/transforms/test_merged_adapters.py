@@ -29,9 +29,9 @@ from reshard.transforms.adapter import add_adapter
 from reshard.verify.bytes import reading as proof
 from tests import peft_adapters, store
 from tests.marks import one_of_each
-from tests.reshard.test_cast import TORCH, bits
-from tests.reshard.test_dequantize import quantized
 from tests.support import command, contents
+from tests.transforms.test_cast import TORCH, bits
+from tests.transforms.test_dequantize import quantized
 
 PREFIX = "base_model.model."
 CASES = [

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(43, 6790, 687, 106),
-    "reshard": Size(115, 16989, 1474, 191),
-    "verify": Size(64, 7292, 661, 104),
+    "formats": Size(43, 6923, 707, 106),
+    "reshard": Size(116, 17354, 1506, 200),
+    "verify": Size(64, 7311, 664, 104),
 }
 
 _NOT_CODE = {

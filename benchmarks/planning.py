@@ -75,8 +75,9 @@ def deepseek_r1(folder: Path) -> int:
 
 
 def kimi(folder: Path) -> int:
-    """Write the headers of Kimi K3; the number of its tensors."""
-    config = read_config("kimi-k3")
+    """Write the headers of Kimi K3's language model, under its own names; the number of its tensors."""
+    config = {key: value for key, value in read_config("kimi-k3").items() if key != "vision_config"}
+    config["architectures"] = ["KimiK3ForCausalLM"]
     tensors = [(name, *value) for name, value in packed_mxfp4(kimi_k3(config), config).items()]
     write_sparse(folder, config, tensors, files=96)
     return len(tensors)

@@ -156,8 +156,8 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         stated, states = src.stored.stated, dst.stored.stated
         if stated is not None and states is not None:  # the values of this tensor count
             holds = sorted(src.spread.pieces)[: None if is_compared else 1]
-            origins = {rank: (sources.on(rank).file.path, stated(rank)) for rank in holds}
-            way = Restating(name, dtype, nbytes, origins, {rank: states(rank) for rank in sorted(ranks)})
+            origins = {rank: (sources.on(rank).file.path, stated.on(rank)) for rank in holds}
+            way = Restating(name, dtype, nbytes, origins, {rank: states.on(rank) for rank in sorted(ranks)})
         return Job(name, way, (sources, *(Places(origin, at) for at in copies)), targets, nbytes, ranks, holders)
 
     ranks_of: dict[tuple[Geometry, int], frozenset[int]] = {}

@@ -9,7 +9,7 @@ arrangements of one model, on any two meshes, differ in names, in places, and in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from reshard.placement.portions import (
     refine,
     uses_of,
 )
-from reshard.placement.stored import Atom, Chunks, Location, Stated, Stored
+from reshard.placement.stored import Atom, Chunks, Location, RankNames, Stated, Stored
 
 
 class _Part(NamedTuple):
@@ -96,10 +96,8 @@ class Arrangement:
         if kind.stated is None:
             return None
         whole = kind.stated.sizes(kind.sizes)
-        if not self.format.plain:
-            return lambda holder: whole
-        local = self.plan.layout(replace(kind, rule=kind.stated, shape=whole))
-        return lambda holder: local.boxes[holder].shape
+        is_local = self.format.plain
+        return Stated(whole, self.plan.layout(replace(kind, rule=kind.stated, shape=whole)) if is_local else None)
 
     def _stored(self) -> Iterator[Stored]:
         if self.format.plain and all(
@@ -211,21 +209,15 @@ class Arrangement:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
-    def _naming(self, part: _Part) -> Callable[[int], str] | None:
+    def _naming(self, part: _Part) -> RankNames | None:
         """The name of a stored tensor by its rank, if it is not the same on all; ``part`` is its first."""
         mesh, firsts, target = self.plan.mesh, self._firsts, str(part.target)
         names = part.portion.line.stage_names if mesh.pp > 1 and not self._has_all_around else {}
         is_counted = firsts and any(f"{{{axis}}}" in target for axis in part.at)
         if self.chunks is not None or not (names or is_counted):
             return None
-        stages = {0: names.get("first"), mesh.pp - 1: names.get("last")}
-
-        def name_on(rank: int) -> str:
-            first = firsts[rank] if firsts else {}
-            numbers = {axis: number - first.get(axis, 0) for axis, number in part.at.items()}
-            return filled(stages.get(mesh.stage(rank)) or target, numbers)
-
-        return name_on
+        stages = {stage: names[end] for stage, end in ((0, "first"), (mesh.pp - 1, "last")) if names.get(end)}
+        return RankNames(mesh, target, stages, part.at, firsts)
 
     @cached_property
     def _firsts(self) -> Sequence[Mapping[str, int]]:

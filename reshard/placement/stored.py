@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
+from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import filled
 from reshard.formats.notation.format import Constant, Renaming
 from reshard.mesh.plan import Layout
 from reshard.placement.geometry import Geometry
@@ -34,8 +37,36 @@ Chunks = Mapping[str, Mapping[int, Chunk]]
 """The chunks of stored tensors, by the tensor's name and the number of a file."""
 
 
-Stated = Callable[[int], tuple[int, ...]]
-"""The shape that a tensor states of its weight, by the number of the rank or file that holds it."""
+@dataclass(frozen=True, eq=False)
+class Stated:
+    """The shape that a tensor states of its weight: the whole, or that of each rank's part."""
+
+    whole: tuple[int, ...]
+    of_ranks: Layout | None
+
+    def on(self, holder: int) -> tuple[int, ...]:
+        """The shape that the tensor states on a rank, or in a file."""
+        return self.whole if self.of_ranks is None else self.of_ranks.boxes[holder].shape
+
+
+@dataclass(frozen=True, eq=False)
+class RankNames:
+    """The names of a stored tensor, where ranks count layers and experts from their own first ones."""
+
+    mesh: Mesh
+    target: str
+    stages: Mapping[int, str]
+    """The names on pipeline stages that have another one."""
+    numbers: Mapping[str, int]
+    """The model's own numbers in the name, by axis."""
+    firsts: Sequence[Mapping[str, int]]
+    """The numbers from which each rank counts; none if names have the model's own."""
+
+    def on(self, rank: int) -> str:
+        """The name on a rank."""
+        first = self.firsts[rank] if self.firsts else {}
+        numbers = {axis: number - first.get(axis, 0) for axis, number in self.numbers.items()}
+        return filled(self.stages.get(self.mesh.stage(rank), self.target), numbers)
 
 
 class Stored(NamedTuple):
@@ -50,12 +81,12 @@ class Stored(NamedTuple):
     geometry: Geometry
     atoms: tuple[Atom, ...]
     constant: Constant | None = None
-    naming: Callable[[int], str] | None = None
+    naming: RankNames | None = None
     stated: Stated | None = None
 
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""
-        return self.naming(rank) if self.naming else self.name
+        return self.naming.on(rank) if self.naming else self.name
 
     def constant_bytes(self, shape: tuple[int, ...] | None = None) -> bytes:
         """The content of a constant, or, with a shape, of a part of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,20 @@ def check(summary: Summary, source: Path, out: Path) -> None:
 def test_moves_are_all_of_a_split(name: str, format: str | None, tmp_path: Path) -> None:
     model, mesh = store.checkpoint(name), {"tp": 2} if format not in {"transformers", "dcp"} else {}
     dry = split(model, tmp_path / "out", format=format, dry_run=True, **mesh)
+    sent = pickle.loads(pickle.dumps(dry.moves))  # to another process
+    assert [*map(move_document, sent)] == [*map(move_document, dry.moves)]
     split(model, tmp_path / "out", format=format, **mesh)
     check(dry, model, tmp_path / "out")
+
+
+def test_moves_go_to_names_that_stages_count(tmp_path: Path) -> None:
+    """Each stage counts its layers from 0."""
+    model, options = store.checkpoint("llama"), {"pp": 2, "format": "megatron-legacy"}
+    dry = split(model, tmp_path / "out", dry_run=True, **options)
+    split(model, tmp_path / "out", **options)
+    sent = pickle.loads(pickle.dumps(dry.moves))
+    names = {to["tensor"] for job in sent for to in move_document(job)["to"]}
+    assert any(".layers.0." in name for name in names) and not any(".layers.2." in name for name in names)
 
 
 @pytest.mark.parametrize("format", one_of_each([None, "vllm"]))

@@ -343,7 +343,7 @@ def _parts(
                 if atom.at is not None:
                     elements = [atom.at * math.prod(shape[1:]) for _, shape in tensors]
                     blocks = tuple(block.further(*elements) for block in blocks)
-                stated = stored.stated(holder) if stored.stated is not None else says
+                stated = stored.stated.on(holder) if stored.stated is not None else says
                 stated = stated if stated != says else None
                 is_zero = holder in zeros
                 yield Part(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)

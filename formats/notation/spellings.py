@@ -193,8 +193,10 @@ class Spellings:
 
     def tensor(self, name: str) -> Hashable:
         """Return a key that all names of a tensor share: the module's tensor, or else the line and the indices."""
-        spelled, match = self.in_modules(name), self._architecture.match(name)
-        module, _, leaf = name.rpartition(".")
+        match = self._architecture.match(name)
+        if match is not None and match.template.endswith("*"):
+            name = self._architecture.stated(name)  # with the root that the line has
+        spelled, (module, _, leaf) = self.in_modules(name), name.rpartition(".")
         if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):
             return self.tensor(f"{module}.weight"), leaf  # it belongs to a weight
         if spelled is not None or match is None or match.template.endswith("*"):

@@ -164,7 +164,11 @@ class NameInverse:
                 names[filled(packed, indices)] = None
                 continue
             if axis is not None:
-                size = self._sizes.counts.get(axis) if length is None else length
+                size = self._sizes.counts.get(axis)
+                if size is not None and length is not None and length < size:
+                    which = f"a stack of {length:,} has no numbers, and config.json says {size:,} of axis '{axis}'"
+                    raise CheckpointError(f"tensor '{line.target.fill(words)}': {which}")
+                size = size if length is None else length
                 check_members(axis, size, len(self._present))
                 if size is None:
                     return None

@@ -176,6 +176,10 @@ def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: 
     published = names_and_values(model)
     reshard.split(model, run, format="dcp", names="modules", quiet=True)
     (run / "reshard.json").unlink()
+    if name == "hy_v3":  # the layer that drafts has experts 0 and 5 alone, and a stack has no numbers
+        with pytest.raises(ReshardError, match=r"a stack of 2 has no numbers, and config\.json says 6"):
+            reshard.merge(run, out, config=model, quiet=True)
+        return
     reshard.merge(run, out, config=model, quiet=True)
     assert names_and_values(out) == published
     reshard.split(run, tmp_path / "again", format="dcp", names="published", config=model, quiet=True)

@@ -148,7 +148,7 @@ def test_the_command_says_the_power(tmp_path: Path) -> None:
     done = command("verify", tmp_path / "loud", tmp_path / "loud-2", "--json", "--report", report)
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["forward"]["power"]["is_poor"]
-    assert "--compute-dtype float32 has more" in document["summary"]
+    assert "--compute-dtype float32 sees more" in document["summary"]
     assert "How small a fault is seen" in report.read_text(encoding="utf-8")
 
 

@@ -74,10 +74,10 @@ def flops_of(text: str) -> float:
 
 def human_bytes(count: float) -> str:
     """``1.23 GB``, in decimal units as the Hub has them."""
-    return scaled(count, "B")
+    return with_prefix(count, "B")
 
 
-def scaled(count: float, unit: str) -> str:
+def with_prefix(count: float, unit: str) -> str:
     """A count with a decimal prefix: ``1.23 GFLOP``."""
     if count < 1000:
         return f"{count:.0f} {unit}"

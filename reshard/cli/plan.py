@@ -308,11 +308,12 @@ def _print_degrees(degrees: PossibleDegrees, as_json: bool) -> None:
     """Print which degrees are possible."""
     from reshard.commands.plan import other_ways
 
-    swept, model = degrees.swept, degrees.model
+    swept, model, collectives = degrees.swept, degrees.model, dict(degrees.collectives([1]))
     attempts = [
         {
             "tp": degree, "valid": refusal is None, "reason": refusal and refusal.why,
             "possible_with": other_ways(refusal) if refusal else [],
+            "time_in_collectives": collectives[degree][0] if degree in collectives else None,
         }
         for degree, refusal in swept.attempts.items()
     ]  # fmt: skip

@@ -166,20 +166,28 @@ def _device(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class LoadRequest(Access, Degrees):
-    """Arguments of ``load``.
+class RankRequest(Access, Degrees):
+    """A rank of a checkpoint.
 
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
     ``format``: that of the rank's names and shapes, as in ``split``.
-    ``device``: torch's name of where the tensors go.
-    ``progress``: True shows a bar. A function is called with the loaded bytes so far, and the total.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
     format: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest(RankRequest):
+    """Arguments of ``load``.
+
+    ``device``: torch's name of where the tensors go.
+    ``progress``: True shows a bar. A function is called with the loaded bytes so far, and the total.
+    """
+
     device: Taken[Device, str] = default("cpu")
     progress: Taken[Progress | bool, Progress] = default(no_progress)
 
@@ -196,7 +204,7 @@ def load(request: LoadRequest) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _opened(request: LoadRequest) -> tuple[Source, Arrangement]:
+def _opened(request: RankRequest) -> tuple[Source, Arrangement]:
     """The source, and where the ranks have it. Raises ReshardError."""
     _check_rank(request)
     format = format_to_write(request.format)
@@ -207,7 +215,7 @@ def _opened(request: LoadRequest) -> tuple[Source, Arrangement]:
     return opened, arrangement_of(plan_for(opened.model, format, request), format)
 
 
-def _check_rank(request: LoadRequest) -> None:
+def _check_rank(request: RankRequest) -> None:
     """Raise SettingError for a rank that the mesh does not have, with the degrees of the source if it has that rank."""
     try:
         request.mesh.check_ranks([request.rank])
@@ -249,7 +257,7 @@ class Slice:
     steps: tuple[int, ...]
 
 
-def slices(request: LoadRequest) -> list[Slice]:
+def slices(request: RankRequest) -> list[Slice]:
     """The bytes that a rank owns, in the order of the files, for programs that read by themselves. Reads no weights.
 
     A slice has at most 8 MB. Constants that a program's format adds are left out. Raises ReshardError, also if a tensor
@@ -313,7 +321,7 @@ def _even(blocks: Sequence[Block]) -> Iterator[tuple[Any, ...]]:
     yield shape, *lies
 
 
-def rank_config(request: LoadRequest) -> dict[str, Any]:
+def rank_config(request: RankRequest) -> dict[str, Any]:
     """Return the ``config.json`` of one rank: the checkpoint's, with the sizes of the tensors that ``load`` returns.
 
     Reads no weights. Raises ReshardError.

@@ -28,7 +28,7 @@ from reshard.placement.stored import Stored
 from reshard.source.opening import Access, Place
 from reshard.store.selection import Weights
 from reshard.system import Taken, default
-from reshard.text import Result, align, human_bytes, plural, scaled, shape_text
+from reshard.text import Result, align, human_bytes, plural, shape_text, with_prefix
 from reshard.transforms.opening import open_any
 
 
@@ -268,7 +268,7 @@ def totals_pairs(plan: Plan, totals: Totals, rates: Rates, download: int | None 
 
 def speeds_of(rates: Rates) -> str:
     """``450.00 GB/s and 990.00 TFLOP/s``."""
-    return f"{human_bytes(rates.link)}/s and {scaled(rates.flops, 'FLOP')}/s"
+    return f"{human_bytes(rates.link)}/s and {with_prefix(rates.flops, 'FLOP')}/s"
 
 
 def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
@@ -280,7 +280,7 @@ def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
         yield "sent", "not known: config.json lacks the number of experts per token"
         return
     sent = " + ".join(f"{human_bytes(nbytes)} ({name})" for name, nbytes in traffic.sent.items())
-    yield "sent", f"{sent} per token and rank, beside {scaled(traffic.flops, 'FLOP')}"
+    yield "sent", f"{sent} per token and rank, beside {with_prefix(traffic.flops, 'FLOP')}"
     yield "collectives", f"{traffic.share(rates):.0%} of the time, at {speeds_of(rates)}"
 
 

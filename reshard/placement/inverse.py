@@ -167,7 +167,8 @@ class NameInverse:
                 size = self._sizes.counts.get(axis)
                 if size is not None and length is not None and length < size:
                     which = f"a stack of {length:,} has no numbers, and config.json says {size:,} of axis '{axis}'"
-                    raise CheckpointError(f"tensor '{line.target.fill(words)}': {which}")
+                    hint = "is config.json that of these tensors?"
+                    raise CheckpointError(f"tensor '{line.target.fill(words)}': {which}", hint)
                 size = size if length is None else length
                 check_members(axis, size, len(self._present))
                 if size is None:

@@ -82,9 +82,12 @@ class Access(HubAccess):
         return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
 
     def found_config(self) -> FilePath | None:
-        """Return the folder of the given config.json and side files. Raises ReshardError."""
+        """Return the folder of the given config.json, or of the side files that are given. Raises ReshardError."""
         hub = HubAccess(token=self.token, cache_dir=self.cache_dir, quiet=self.quiet)
-        return None if self.config is None else find(self.config, hub, Weights.NONE)
+        if self.config is None:
+            return None
+        path = find(self.config, hub, Weights.NONE)
+        return path.parent if path.name == CONFIG else path
 
     @property
     def is_changed(self) -> bool:

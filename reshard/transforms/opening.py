@@ -70,7 +70,8 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
         check_stored(opened.arrangement, opened.ranks, path)
     except MismatchError as error:
         raise MismatchError(
-            error.message, "these files are not of the same model; their own config.json says of which"
+            error.message,
+            "they are of another model: 'reshard diff' compares them, given their config.json with --config",
         ) from None
     return opened
 

@@ -186,7 +186,8 @@ class Output:
         files = self.source.record.files
         infos = {name: info for file in files for name, info in file.tensors.items()}
         check_stored(self.arrangement, [infos], self.source.path / MANIFEST)
-        return [FilePlan(file.name, 0, file.layout, file.checksum) for file in files]
+        tensors = ([Tensor(t.name, t.dtype, t.shape, t.nbytes) for t in file.tensors.values()] for file in files)
+        return [FilePlan(f.name, 0, f.layout, f.checksum, own) for f, own in zip(files, tensors, strict=True)]
 
     def _files_of(self, rank: int) -> Iterator[FilePlan]:
         """The files of a rank, or those with a number of chunks."""
@@ -248,7 +249,8 @@ class Output:
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            yield FilePlan(INTACT_FILE, INTACT_RANK, build_safetensors(tensors, {"format": "pt"}))
+            layout = build_safetensors(tensors, {"format": "pt"})
+            yield FilePlan(INTACT_FILE, INTACT_RANK, layout, tensors=tensors)
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
 
@@ -344,8 +346,9 @@ class Output:
         name = self.format.files.index
         if name is None or len(files) < 2:
             return
-        weight_map = {tensor.name: file.name.rpartition("/")[2] for file in files for tensor in file.tensors}
-        total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+        tensors = [(file, tensor) for file in files if file.rank != INTACT_RANK for tensor in file.tensors]
+        weight_map = {tensor.name: file.name.rpartition("/")[2] for file, tensor in tensors}
+        total = sum(tensor.nbytes for _, tensor in tensors)
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         yield name.format(folder=folder), (json.dumps(document, indent=2) + "\n").encode()
 

@@ -296,5 +296,7 @@ def test_files_of_another_shape_are_not_read_as_the_model_beside(form: str, tmp_
         document.unlink()
     for line in (["diff", model, run], ["average", model, run, tmp_path / "mean"]):
         done = command(*line)
-        assert done.returncode != 0 and "mlp." in done.stderr and "not of the same model" in done.stderr, done.stderr
+        assert done.returncode != 0 and "mlp." in done.stderr and "given their config.json with --config" in done.stderr
     assert not (tmp_path / "mean").exists()
+    told = command("diff", model, run, "--config", other / "config.json")
+    assert told.returncode == 1 and "other shape" in told.stdout.splitlines()[-1], told

@@ -13,7 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from reshard.api import merge, split
+from reshard.formats.errors import PlanError
 from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.writing.summary import Summary, file_document, move_document, move_lines
 from tests import store
 from tests.marks import one_of_each
@@ -62,10 +64,10 @@ def check(summary: Summary, source: Path, out: Path) -> None:
     """Each tensor of an output is what the moves of a dry run make by hand."""
     documents = documents_of(summary)
     by_hand, moved = written_by_hand(documents, source), {to["tensor"] for m in documents["moves"] for to in m["to"]}
-    assert documents["moves"] and not (out.parent / f"{out.name}.partial").exists()
+    assert moved and not (out.parent / f"{out.name}.partial").exists()
     for plan in documents["file_plans"]:
         content: NDArray[np.uint8] = np.fromfile(out / plan["file"], np.uint8)
-        assert content.size == plan["bytes"]
+        assert content.size == plan["bytes"] and plan["tensors"]
         for name, tensor in plan["tensors"].items():
             if name in moved:
                 begin, end = tensor["offset"], tensor["offset"] + tensor["bytes"]
@@ -109,9 +111,14 @@ def test_a_move_is_a_line_for_each_place(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
-    """Its jobs are made, too."""
-    dry = split(store.checkpoint("llama"), tmp_path / "out", tp=2, dry_run=True)
-    assert {job.name for job in dry.moves} == {tensor.name for tensor in store.source("llama").model.tensors}
+    """Also what shows only when a tensor is to be moved: bits that a program does not store, and that are not kept."""
+    split(store.checkpoint("mamba2"), shards := tmp_path / "shards", tp=1, format="vllm")
+    assert merge(shards, tmp_path / "out", dry_run=True).moves
+    for name in (INTACT_FILE, MANIFEST):
+        (shards / name).unlink()
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="does not have the bits of tensor"):
+            merge(shards, tmp_path / "out", dry_run=dry_run)
     assert not (tmp_path / "out").exists()
 
 

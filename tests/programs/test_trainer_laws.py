@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,7 @@ def deepspeeds_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """What says where a parameter lies in a list is pickled as if it were DeepSpeed's."""
     for name in ("deepspeed", "deepspeed.utils", "deepspeed.utils.tensor_fragment"):
         monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
+        module.__spec__ = ModuleSpec(name, None)  # libraries look whether there is a DeepSpeed
     monkeypatch.setattr(module, "fragment_address", fragment_address, raising=False)
     monkeypatch.setattr(fragment_address, "__module__", module.__name__)
 

@@ -8,7 +8,7 @@ from reshard.commands import load as _load
 from reshard.commands import plan as _plan
 from reshard.commands import split as _split
 from reshard.commands.fields import by_fields
-from reshard.writing.rewrite import WriteRequest
+from reshard.writing.request import WriteRequest
 
 average = by_fields(_split.AverageRequest, _split.average)
 diff = by_fields(_diff.DiffRequest, _diff.diff)

@@ -23,19 +23,21 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PHASES = {
-    ("reshard/writing/rewrite.py", "start"): "start",
+    ("reshard/writing/request.py", "start"): "start",
     ("reshard/transforms/opening.py", "open_any"): "open",
     ("reshard/placement/program_plan.py", "plan_for"): "plan",
     ("reshard/mesh/plan.py", "make_plan"): "plan",
     ("reshard/writing/output.py", "Output.__init__"): "output",
     ("reshard/placement/arrangement.py", "arrangement_of"): "output",
     ("reshard/writing/rewrite.py", "rewrite"): "rewrite",
+    ("reshard/writing/rewrite.py", "_staging"): "stage",
     ("reshard/publishing/staging.py", "Staging.__enter__"): "stage",
-    ("reshard/writing/rewrite.py", "write_files"): "prepare",
+    ("reshard/publishing/staging.py", "Staging.__exit__"): "stage",
+    ("reshard/writing/weights.py", "write_files"): "prepare",
     ("reshard/move/moves.py", "jobs_of"): "jobs",
     ("reshard/placement/arrangement.py", "align_atoms"): "jobs",
     ("reshard/move/engine.py", "move"): "write",
-    ("reshard/writing/rewrite.py", "publish"): "publish",
+    ("reshard/writing/publish.py", "publish"): "publish",
 }
 """The functions with which phases begin, each by its file, and the phase."""
 VALUES = {

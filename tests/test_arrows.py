@@ -147,8 +147,8 @@ def test_no_room_imports_one_above_it(name: str) -> None:
 
 
 BACK = {
-    ("reshard.source.source", "reshard.source.program_files"),
-    ("reshard.source.source", "reshard.source.lora"),
+    ("reshard.source.folder", "reshard.source.program_files"),
+    ("reshard.source.folder", "reshard.source.lora"),
     ("reshard.source.opening_programs", "reshard.source.lora"),
 }
 """The imports that close a circle of modules, to be undone: there may only be fewer."""

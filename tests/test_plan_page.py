@@ -16,7 +16,7 @@ from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.model.model import Model
 from reshard.pages.plan_page import plan_page
 from reshard.placement.program_plan import plan_for
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.transforms.opening import open_any
 from tests import store
 from tests.marks import thorough

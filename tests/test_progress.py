@@ -17,7 +17,7 @@ from reshard.cli.printing import progress_of
 from reshard.move.jobs import Sizes
 from reshard.system import Share
 from reshard.writing import summary
-from reshard.writing.rewrite import State
+from reshard.writing.request import State
 from tests.support import command, write_checkpoint
 
 

@@ -16,7 +16,7 @@ from reshard.commands.plan import PlanRequest
 from reshard.commands.split import PatchRequest, SplitRequest
 from reshard.formats.errors import CheckpointError, redacted
 from reshard.live.process import Meeting
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.store.bucket import Bucket
 from reshard.store.hub import _Request
 from reshard.verify.command import VerifyRequest

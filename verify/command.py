@@ -21,7 +21,8 @@ from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_folder
-from reshard.source.opening import Access, Place, find
+from reshard.source.access import Access, Place
+from reshard.source.opening import find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import Taken, default, system_errors

@@ -59,7 +59,7 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
             raise click.UsageError(f"{min(further)} goes with a SOURCE")
         _print_formats(rows, as_json)
         return
-    from reshard.source.opening import Access
+    from reshard.source.access import Access
     from reshard.store.selection import Weights
     from reshard.transforms.opening import open_any
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from reshard.formats.errors import refused
 from reshard.formats.store import opened
-from reshard.source.opening import Place
+from reshard.source.access import Place
 from reshard.system import Share, share_of_launcher, system_errors
 from reshard.text import flops_of, size_of, speed_of
 

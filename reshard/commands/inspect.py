@@ -39,11 +39,13 @@ from reshard.formats.store import FilePath, StoredPath, glob
 from reshard.model.model import Kind
 from reshard.model.naming import LoraError
 from reshard.publishing.journal import unfinished_command, unfinished_parts
+from reshard.source.access import Place
 from reshard.source.completeness import towers_left_out
+from reshard.source.folder import Folder
 from reshard.source.lora import LoraRun, find_lora, open_alone, open_base
-from reshard.source.opening import Place, find, open_folder
+from reshard.source.opening import find, open_folder
 from reshard.source.program_files import readings, weights_folder
-from reshard.source.source import Folder, Source
+from reshard.source.source import Source
 from reshard.store.selection import HubAccess, Weights
 from reshard.store.staging_names import SUFFIX, staging_of
 from reshard.text import Result, human_bytes, plural

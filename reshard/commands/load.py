@@ -23,7 +23,7 @@ from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import LARGEST, Region, Slab, Slices
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.program_plan import check_kept, plan_for
-from reshard.source.opening import Access, Place
+from reshard.source.access import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together

@@ -25,7 +25,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.portions import Portion
 from reshard.placement.program_plan import check_kept, plan_for
 from reshard.placement.stored import Stored
-from reshard.source.opening import Access, Place
+from reshard.source.access import Access, Place
 from reshard.store.selection import Weights
 from reshard.system import Taken, default
 from reshard.text import Result, align, human_bytes, plural, shape_text, with_prefix

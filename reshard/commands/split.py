@@ -19,7 +19,8 @@ from reshard.source.source import UNSPLIT
 from reshard.system import Share, Taken, default
 from reshard.transforms.opening import open_any, open_converted
 from reshard.writing.output import Output
-from reshard.writing.rewrite import WriteRequest, rewrite, start
+from reshard.writing.request import WriteRequest, start
+from reshard.writing.rewrite import rewrite
 from reshard.writing.summary import Summary
 
 

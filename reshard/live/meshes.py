@@ -22,7 +22,7 @@ from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.geometry import Geometry
 from reshard.placement.pieces import Runs
 from reshard.placement.program_plan import check_demands, plan_for, program_plan
-from reshard.source.opening import Access, Place
+from reshard.source.access import Access, Place
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import system_errors

@@ -25,7 +25,7 @@ from reshard.move.moves import check_atoms
 from reshard.placement.arrangement import align_atoms
 from reshard.placement.pieces import Box, Position, boxes
 from reshard.placement.stored import Atom, Location
-from reshard.source.opening import Place
+from reshard.source.access import Place
 from reshard.text import Result, align, human_bytes, human_time, plural
 from reshard.version import __version__
 

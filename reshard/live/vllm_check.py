@@ -20,7 +20,7 @@ from reshard.formats.documents import json_bytes
 from reshard.formats.errors import LiveError
 from reshard.formats.files.checkpoint import CONFIG
 from reshard.live.meshes import Target, arranged, target_of
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 

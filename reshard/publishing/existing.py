@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,10 @@ class Existing:
         """
         return not self.is_folder and any(name.startswith((UNFINISHED, JOURNAL)) for name in self.names)
 
-    def check_replaceable(self, same: Mapping[str, bytes], *, overwrite: bool) -> None:
+    def check_replaceable(self, *, overwrite: bool, again: Read = lambda _: None) -> None:
         """Raise CheckpointError unless nothing is there, or a checkpoint, or part of one, that may be replaced.
 
-        It may have no file that belongs to no checkpoint, except files that are written again with the ``same``
-        content.
+        It may have no file that belongs to no checkpoint, except files that are written ``again`` as they are.
         """
         if self.names and not self._is_unfinished:
             if self.names.isdisjoint(LAST):
@@ -85,15 +84,15 @@ class Existing:
                 )
             if not overwrite:
                 raise CheckpointError(f"{self.place} exists", "remove it, choose another place, or pass --overwrite")
-        self.refuse_unknown(self.names, same)
+        self.refuse_unknown(self.names, again)
 
-    def refuse_unknown(self, names: Collection[str], same: Mapping[str, bytes] = {}) -> None:
+    def refuse_unknown(self, names: Collection[str], again: Read = lambda _: None) -> None:
         """Raise CheckpointError if any of the files ``names`` belongs to no checkpoint.
 
-        Those that are written again with the ``same`` content are no loss.
+        Those that are written ``again`` with the same content are no loss.
         """
         unknown = [name for name in self.unknown() if name in names] if names else []
-        foreign = [name for name in unknown if name not in same or self.read(name) != same[name]]
+        foreign = [name for name in unknown if (new := again(name)) is None or self.read(name) != new]
         if foreign:
             tail = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             raise CheckpointError(

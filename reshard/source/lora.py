@@ -39,9 +39,10 @@ from reshard.formats.store import FilePath
 from reshard.formats.wrappers import without_wrappers
 from reshard.model.model import Model
 from reshard.model.naming import LoraError, name_all
+from reshard.source.folder import Folder
 from reshard.source.opening import open_folder
 from reshard.source.program_files import weights_folder
-from reshard.source.source import Folder, Source
+from reshard.source.source import Source
 
 META = "lora_train_meta.json"
 """The file that verl writes beside those of the ranks: ``r``, ``lora_alpha`` and ``task_type``."""

@@ -5,8 +5,8 @@ format. ``Folder`` says which of these it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,72 +34,14 @@ from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
+from reshard.source.access import Access, Place
 from reshard.source.completeness import check_complete, check_stored
-from reshard.source.source import UNSPLIT, Folder, Source
+from reshard.source.folder import Folder
+from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import HubAccess, Weights
-from reshard.system import Dtype, Taken, default
 
 if TYPE_CHECKING:
     from reshard.model.draft import Draft
-
-Place = str | Path | StoredPath
-"""A source as a user names it: a folder, an id on the Hub, a URL, or what ``reshard.state_dict`` gave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Access(HubAccess):
-    """Settings with which a source is opened.
-
-    ``plan_file``: an architecture file of the user's own.
-    ``config``: a folder, a Hub id or a URL with the config.json of a model in another program's format.
-    ``weights``: the prefix of the names of the chosen one of several models; ``/`` for the one at the top.
-    ``download``: the weights of a Hub id are downloaded into the cache, not read by ranges.
-    ``patch``: a delta, or several in order, that are put on the source first.
-    ``dequantize``: weights of 8-bit floats are read as if they were in bfloat16.
-    ``adapter``: a LoRA adapter; the source is read as if it had been merged into it.
-    ``quantize``: ``fp8-block``: then weights are read as if they were in 8-bit floats with scales for blocks.
-    ``dtype``: ``bf16``, ``fp16``, ``fp32``, or torch's: last, other weights are cast to it.
-    """
-
-    plan_file: Taken[str | Path | None, Path | None] = default(None)
-    config: Place | None = field(default=None, repr=False)
-    weights: str | None = None
-    download: bool = False
-    patch: str | Path | Sequence[str | Path] = field(default=(), repr=False)
-    dequantize: bool = False
-    adapter: str | Path | None = field(default=None, repr=False)
-    quantize: str | None = None
-    dtype: Taken[Dtype | None, str | None] = default(None)
-
-    @property
-    def beginning(self) -> str | None:
-        """The prefix of the model's names, if the source has several models."""
-        return self.weights
-
-    @property
-    def deltas(self) -> tuple[str | Path, ...]:
-        """The deltas that are put on the source, in their order."""
-        return (self.patch,) if isinstance(self.patch, str | Path) else tuple(self.patch)
-
-    def found_config(self) -> FilePath | None:
-        """Return the folder of the given config.json, or of the side files that are given. Raises ReshardError."""
-        hub = HubAccess(token=self.token, cache_dir=self.cache_dir, quiet=self.quiet)
-        if self.config is None:
-            return None
-        path = find(self.config, hub, Weights.NONE)
-        return path.parent if path.name == CONFIG else path
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the source is read as another checkpoint, apart from a cast."""
-        return bool(self.averaged or self.deltas or self.dequantize or self.adapter is not None or self.quantize)
-
-    @property
-    def averaged(self) -> tuple[Sequence[Place], Sequence[float]] | None:
-        """The checkpoints with which the source is averaged first of all, and the weights of the source and of
-        these.
-        """
-        return None
 
 
 def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
@@ -117,6 +59,15 @@ def find(source: Place, access: HubAccess, weights: Weights) -> FilePath:
     from reshard.store.hub import fetch  # rarely needed
 
     return StoredPath(fetch(str(source), access, weights))
+
+
+def found_config(access: Access) -> FilePath | None:
+    """Return the folder of the given config.json, or of the side files that are given. Raises ReshardError."""
+    hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
+    if access.config is None:
+        return None
+    path = find(access.config, hub, Weights.NONE)
+    return path.parent if path.name == CONFIG else path
 
 
 def open_source(
@@ -185,7 +136,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
     folder = Folder(path, plan_file=access.plan_file)
     if folder.kind == "split":
         return folder.architecture(read_model_config(path))
-    checkpoint = open_adapter(path, access.found_config()) if folder.kind == "adapter" else open_checkpoint(path)
+    checkpoint = open_adapter(path, found_config(access)) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
     return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
 

@@ -41,13 +41,10 @@ from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
 from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
 from reshard.source.completeness import check_complete, check_stored
+from reshard.source.folder import Folder
 from reshard.source.program_files import (
-    Affix,
-    ProgramFile,
-    Training,
     left_behind,
     numbered_globally,
-    parts_of,
     read_chunked,
     read_ranks,
     read_shards,
@@ -55,7 +52,8 @@ from reshard.source.program_files import (
     weights_folder,
     without_files,
 )
-from reshard.source.source import UNSPLIT, Folder, Source
+from reshard.source.source import UNSPLIT, ProgramFile, Source
+from reshard.source.training import Affix, Training, parts_of
 
 if TYPE_CHECKING:
     from reshard.source.lora import Side

@@ -19,9 +19,10 @@ from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapte
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.numbers import CODES, as_float32
 from reshard.formats.store import FilePath, public_name
+from reshard.source.folder import Folder
 from reshard.source.lora import find_lora, open_alone
 from reshard.source.opening import open_source
-from reshard.source.source import Folder, Source
+from reshard.source.source import Source
 from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import Term, changes_of

@@ -14,28 +14,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.formats.documents import json_bytes
-from reshard.formats.errors import CheckpointError, PlanError, brief
+from reshard.formats.errors import PlanError, brief
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
-from reshard.formats.files.checksum import checksum
 from reshard.formats.files.chunks import Chunk, chunks_metadata, whole_shape
 from reshard.formats.files.layout import Layout, Tensor
 from reshard.formats.files.safetensors import DTYPE_BITS, build_safetensors, tensor_bytes
 from reshard.formats.files.sharded import (
     INTACT_FILE,
     MANIFEST,
-    FileRecord,
     Identity,
-    Manifest,
-    manifest_text,
-    rank_folders,
-    read_manifest,
 )
-from reshard.formats.notation.architecture import SETTINGS, without_numbers
+from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format, Settings
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
@@ -45,19 +38,15 @@ from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import Model, in_order
 from reshard.move.jobs import FilePlan
 from reshard.move.moves import INTACT_RANK
-from reshard.move.reading import Sums
 from reshard.placement.arrangement import arrangement_of
 from reshard.placement.program_plan import made_config, program_config
 from reshard.placement.stored import stacked
-from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished, journals_in
 from reshard.source.completeness import check_stored
 from reshard.source.source import Source
-from reshard.store.staging_names import staging_of
 
 if TYPE_CHECKING:
     from reshard.formats.files.dcp import Blob
-    from reshard.source.program_files import Affix
+    from reshard.source.training import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
@@ -116,8 +105,7 @@ class Output:
             twice = {second: first for second, first in twice.items() if second in restored}
         self.arrangement = arrangement_of(plan, spelled, twice=twice)
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
-        self._are_sorted = format.files.is_single
-        self.max_shard_size, self._added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
+        self.max_shard_size, self.added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to
         self.folders = [plan.mesh.folder(rank) for rank in self.ranks] if added_to is not None else []
         self._adapter = source.read_side_file(ADAPTER_CONFIG) if format is OWN else None
         self._state, self._written = state, Counter[int]() if written is None else written
@@ -133,17 +121,17 @@ class Output:
         self._stacks = [stack for stack in stacks if stack.when is None or evaluate(stack.when, {})]
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
         self._objects: dict[str, Blob] = {}
-        self._files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
+        self.rank_files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
         if is_restored:
-            self._files[0] = self._restored()
+            self.rank_files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
-            if (rank := number % plan.mesh.size) in self._files:
-                self._files[rank] += self._files_of(number)
-        self._intact = list(self._intact_file())
+            if (rank := number % plan.mesh.size) in self.rank_files:
+                self.rank_files[rank] += self._files_of(number)
+        self.intact = list(self._intact_file())
         self.states: list[Output] = [*self._states()]
         masters = {file.name for state in self.states for file in state.files}  # which a loader takes for the weights
-        self._files = {rank: [f for f in files if f.name not in masters] for rank, files in self._files.items()}
-        self.files: list[FilePlan] = [file for files in (*self._files.values(), self._intact) for file in files]
+        self.rank_files = {rank: [f for f in files if f.name not in masters] for rank, files in self.rank_files.items()}
+        self.files: list[FilePlan] = [file for files in (*self.rank_files.values(), self.intact) for file in files]
         self.all_files = [file for output in (self, *self.states) for file in output.files]
         """The weight files, also of states."""
         self.rank_documents = {rank: self._documents_of(rank) for rank in self.ranks} if format is OWN else {}
@@ -153,31 +141,6 @@ class Output:
     def identity(self) -> Identity:
         """The facts that all its shards share."""
         return self.source.identity(self.plan)
-
-    @property
-    def command(self) -> str:
-        """The command that writes this, in words."""
-        if self.format is HUGGING_FACE:
-            return "merge" if self.source.is_split else "write"
-        return "re-split" if self.source.is_split else "split"
-
-    @property
-    def task(self) -> dict[str, Any]:
-        """The task: only a run with an equal one may use the finished files of this run."""
-        if self.format is HUGGING_FACE:
-            files = [[file.name, file.layout.size] for file in self.files]
-            return {"command": "merge", "source": self.source.record.id, "files": files}
-        identity = self.identity
-        return {
-            "command": "split",
-            "source": identity.source,
-            "mesh": identity.mesh.to_document(),
-            "padding": dict(identity.padding),
-            "plan": identity.plan,
-            "format": None if self.format.plain else self.format.name,
-            "names": self.format.spelling,
-            "max_shard_size": self.max_shard_size,
-        }
 
     # ---------------------------------------------------------------------------------------------------- weight files
 
@@ -339,7 +302,7 @@ class Output:
         documents = {f"{folder}/{CONFIG}": json_bytes(rank_config(self.plan, rank)) + b"\n"}
         if self._adapter is not None:
             documents[f"{folder}/{ADAPTER_CONFIG}"] = self._adapter
-        return documents | dict(self._index(self._files[rank], folder))
+        return documents | dict(self._index(self.rank_files[rank], folder))
 
     def _index(self, files: Sequence[FilePlan], folder: str = "") -> Iterator[tuple[str, bytes]]:
         """The index of several files, as transformers writes it."""
@@ -409,107 +372,6 @@ class Output:
                     f"{brief(planned[key])}",
                     f"remove {settings.file} from the source, and it is written anew",
                 )
-
-    # -------------------------------------------------------------------------------------------------------- manifest
-
-    def _records(self, finished: Mapping[str, Finished], rank: int) -> Iterator[FileRecord]:
-        """The records of a rank's files, all of which are finished: its configs, its weight files, its index."""
-        small = [*starmap(_record, self.rank_documents.get(rank, {}).items())]
-        configs = [record for record in small if not record.name.endswith(".index.json")]
-        files = [file for part in (self, *self.states) for file in part._files[rank]]
-        if self._are_sorted:
-            files.sort(key=lambda file: file.name)
-        yield from configs
-        yield from (finished[file.name].record(file.name) for file in files + (self._intact if rank == 0 else []))
-        yield from small[len(configs) :]
-
-    def manifest(
-        self, ranks: Mapping[int, tuple[FileRecord, ...]], side_files: Mapping[str, bytes], sums: Sums | None = None
-    ) -> Manifest:
-        """The manifest that lists ``ranks``, with the checksums of the source files that were read in full."""
-        source, record = self.source, self.source.record
-        if sums is not None and source.format is HUGGING_FACE and source.cast is None:
-            sums_of = {(file.name, file.header): sums.checksum(file) for file in sums.of}
-            files = tuple(dataclasses.replace(f, checksum=sums_of.get((f.name, f.header))) for f in record.files)
-            record = dataclasses.replace(record, files=files)
-        return Manifest(
-            self.identity, record, source.manifest_rules(self.format), self.max_shard_size,
-            tuple(starmap(_record, side_files.items())), ranks, source.inputs,
-            None if self.format.plain else self.format.name, self.format.spelling,
-        )  # fmt: skip
-
-    def last_documents(self, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:
-        """The small files that are written when all weight files are finished, the manifest last.
-
-        Raises CheckpointError if an output to which ranks are added is of another source, mesh, plan or file size.
-        """
-        side_files = self.source.read_side_files()
-        of_ranks = {name: content for documents in self.rank_documents.values() for name, content in documents.items()}
-        documents = of_ranks | side_files | self.documents
-        if self.format is HUGGING_FACE:
-            if SETTINGS in json.loads(documents.get(CONFIG, b"{}")):  # split made it of the model's, for an adapter
-                del documents[CONFIG]
-            return documents
-        ranks = {rank: tuple(self._records(finished, rank)) for rank in self.ranks}
-        manifest = self._with_others(self.manifest(ranks, side_files, sums))
-        return documents | {MANIFEST: manifest_text(manifest).encode()}
-
-    # ---------------------------------------------------------------------------------------- some ranks of an output
-
-    def _with_others(self, manifest: Manifest) -> Manifest:
-        """The manifest with the ranks that are in the output already."""
-        out = self._added_to
-        if out is None or not (out / MANIFEST).is_file():
-            return manifest
-        existing = read_manifest(out / MANIFEST)
-        _check_same_run(existing, manifest, out)
-        return dataclasses.replace(manifest, ranks=dict(existing.ranks) | dict(manifest.ranks))
-
-    def check_existing(self, existing: Existing, *, overwrite: bool) -> None:
-        """Raise CheckpointError unless what is there may be replaced, or the ranks may be added to it."""
-        out, side_files = self._added_to, self.source.read_side_files()
-        if out is None:
-            existing.check_replaceable(side_files, overwrite=overwrite)
-            return
-        ranks = self._with_others(self.manifest({}, side_files)).ranks
-        present = [folder for rank, folder in zip(self.ranks, self.folders, strict=True) if rank in ranks]
-        if present and not overwrite:
-            raise CheckpointError(f"{out / present[0]} exists", "pass --overwrite to write it again")
-        # a run may have been killed when it had added its first rank, and not written the manifest
-        if existing.names and not ranks and not (journals_in(staging_of(out)) and rank_folders(out)):
-            existing.check_replaceable({}, overwrite=overwrite)
-            raise CheckpointError(
-                f"{out} holds a checkpoint that is not in folders of ranks, and a rank does not replace it",
-                "remove it, choose another folder, or leave out --rank: all ranks then replace it",
-            )
-        existing.refuse_unknown([name for name in existing.names if name.partition("/")[0] in self.folders])
-
-
-def _check_same_run(existing: Manifest, planned: Manifest, out: Path) -> None:
-    """Raise CheckpointError if an existing output is of another source, mesh, plan or file size."""
-    if existing.format is not None:
-        raise CheckpointError(f"{out} holds shards in the format '{existing.format}'", "choose another folder")
-    if existing.identity != planned.identity or existing.max_shard_size != planned.max_shard_size:
-        raise CheckpointError(f"{out} holds shards of another source, mesh or plan", "choose another folder")
-    stamps = {stamp.name: stamp for stamp in existing.inputs}
-    for stamp in planned.inputs:
-        if stamp.name not in stamps or not stamp.is_same(stamps[stamp.name]):
-            raise CheckpointError(
-                f"{stamp.name} of the source is not the file that the ranks in {out} were split from: "
-                f"size, time, inode or checksum differ",
-                "split all ranks from the same files, or from copies that keep the times (cp -p, rsync -t)",
-            )
-    changed = set(existing.side_files) ^ set(planned.side_files)
-    if changed:
-        name = min(record.name for record in changed)
-        raise CheckpointError(
-            f"{name} of the source is not as it was when the ranks in {out} were split",
-            "split all ranks from the same files",
-        )
-
-
-def _record(name: str, content: bytes) -> FileRecord:
-    return FileRecord(name, len(content), checksum([content]))
 
 
 def partition(tensors: Iterable[Tensor], max_size: int) -> list[list[Tensor]]:

@@ -16,7 +16,8 @@ from reshard.formats.mesh import Mesh
 from reshard.mesh.plan import make_plan
 from reshard.model.draft import draft
 from reshard.model.model import FullTensor, Model
-from reshard.source.opening import Access, draft_of
+from reshard.source.access import Access
+from reshard.source.opening import draft_of
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests import zoo

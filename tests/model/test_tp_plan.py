@@ -12,7 +12,7 @@ import torch
 
 from reshard.formats.errors import PlanError
 from reshard.model.tp_plan import _USE, TransformersPlan, transformers_plan
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests.marks import of_ranks, thorough

@@ -23,7 +23,7 @@ def test_no_file_is_read_again_for_its_checksum(model: str, tmp_path: Path, monk
     def again(file: object) -> str:
         raise AssertionError(f"{file} is read a second time")
 
-    monkeypatch.setattr("reshard.writing.rewrite.checksum_of", again)
+    monkeypatch.setattr("reshard.writing.publish.checksum_of", again)
     split(store.checkpoint(model), tmp_path / "shards", tp=2, format="vllm")
     merge(tmp_path / "shards", tmp_path / "merged")
 

@@ -17,7 +17,8 @@ from reshard.formats.files.checksum import Stamp, stamp_of
 from reshard.formats.files.safetensors import read_header
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import STATE
-from reshard.writing import rewrite as writing
+from reshard.writing import publish as publishing
+from reshard.writing import weights as writing
 from tests.marks import one_of_each, thorough
 from tests.support import change_tensor, contents, without_manifest, without_sums, write_checkpoint
 
@@ -351,7 +352,7 @@ def test_a_resumed_merge_keeps_what_is_finished_and_reads_it_no_more(tmp_path, m
     def again(path):
         raise AssertionError(f"{path} is read a second time for its checksum")
 
-    monkeypatch.setattr(writing, "checksum_of", again)
+    monkeypatch.setattr(publishing, "checksum_of", again)
     summary = merge(tmp_path / "shards", tmp_path / "out", **ONE)
     assert 0 < summary.written < summary.nbytes
     assert contents(tmp_path / "out") == contents(source)

@@ -260,7 +260,7 @@ def test_ctrl_c_says_what_is_kept(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
         patch.setattr(Staging, "note_finished", stop)
         if not finished:
-            patch.setattr("reshard.writing.rewrite.move", stop_at_once)
+            patch.setattr("reshard.writing.weights.move", stop_at_once)
         split(source, out, **arguments, workers=1)
     assert str(stopped.value) == said
     assert out.with_name("out.partial").exists() == bool(finished)

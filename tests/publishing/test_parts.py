@@ -26,7 +26,7 @@ from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.store.staging_names import BUILT, STATE, staging_of
 from reshard.system import Share
-from reshard.writing import rewrite
+from reshard.writing import publish
 from tests import store
 from tests.forked import Forked
 from tests.marks import of_ranks, one_of_each, thorough
@@ -87,7 +87,7 @@ def test_a_merge_in_parts_reads_each_byte_once(
     def again(file: object) -> str:
         raise AssertionError(f"{file} is read again for its checksum")
 
-    monkeypatch.setattr(rewrite, "checksum_of", again)
+    monkeypatch.setattr(publish, "checksum_of", again)
     done = [merge(shards, tmp_path / "out", part=Share(index, count)) for index in range(count)]
     assert [summary.complete for summary in done].count(True) == 1 and sum(each.files for each in done) == 5
     assert contents(tmp_path / "out") == contents(checkpoint)

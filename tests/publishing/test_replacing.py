@@ -18,14 +18,14 @@ from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.move.jobs import Sizes
 from reshard.publishing.journal import WHOLE, FileShare
 from reshard.publishing.upload import Uploading
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.store import remote
 from reshard.store.bucket import Bucket
 from reshard.store.selection import HubAccess
 from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in
 from reshard.system import Share
 from reshard.transforms.opening import open_any
-from reshard.writing.rewrite import place_of
+from reshard.writing.request import place_of
 from tests.marks import one_of_each, thorough
 from tests.stores.store_server import StoreServer, status
 from tests.support import change_tensor, command, contents, without_manifest, write_checkpoint

@@ -21,7 +21,7 @@ from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.numbers import CODES, convert
 from reshard.formats.transformers_internals import placements
 from reshard.move.changes import Change
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.transforms.opening import open_any
 from reshard.verify.api import verify
 from reshard.verify.bytes.reading import cast as proof

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from reshard.api import diff, load, merge, split
 from reshard.formats.errors import MismatchError, ReshardError
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.store.range_store import remote_of
 from reshard.transforms.opening import open_any
 from tests import peft_adapters, store

@@ -29,7 +29,7 @@ from reshard.formats.quantization.fp8 import Stored as Weight
 from reshard.model import scaled
 from reshard.model.model import AxisSizes
 from reshard.source import opening
-from reshard.source.opening import Access
+from reshard.source.access import Access
 from reshard.source.source import Source
 from reshard.transforms import dequantize as storage
 from reshard.transforms.opening import open_any

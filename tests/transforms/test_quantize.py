@@ -15,7 +15,8 @@ from reshard.api import diff, load, merge, split
 from reshard.formats.errors import ReshardError
 from reshard.formats.notation.adapters import SETTINGS
 from reshard.formats.quantization.fp8 import codes_of, scales_of, what_stays
-from reshard.source.opening import Access, open_source
+from reshard.source.access import Access
+from reshard.source.opening import open_source
 from reshard.transforms.opening import open_any
 from reshard.transforms.quantize import quantize
 from reshard.verify.api import verify

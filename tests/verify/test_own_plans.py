@@ -17,7 +17,8 @@ import pytest
 import tomli_w
 
 from reshard.api import split
-from reshard.source.opening import Access, open_source
+from reshard.source.access import Access
+from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.transforms.opening import open_any
 from reshard.verify.bytes.exact import compare

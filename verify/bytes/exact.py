@@ -16,8 +16,9 @@ from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, make_plan
 from reshard.model.naming import LoraError, spelled_alike
 from reshard.placement.arrangement import arrangement_of
+from reshard.source.folder import Folder
 from reshard.source.opening import open_source
-from reshard.source.source import Folder, Source
+from reshard.source.source import Source
 from reshard.verify.bytes import folder
 from reshard.verify.bytes.comparison import Comparison, Progress, no_progress
 from reshard.verify.bytes.exact_report import ExactReport

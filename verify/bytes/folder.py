@@ -37,8 +37,9 @@ from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.model.naming import respelled
 from reshard.placement.program_plan import program_config
+from reshard.source.folder import other_entries
 from reshard.source.program_files import weights_folder
-from reshard.source.source import Source, SourceFile, other_entries
+from reshard.source.source import Source, SourceFile
 from reshard.store.selection import INDICES
 from reshard.store.staging_names import STATE
 from reshard.verify.bytes.exact_report import ConfigDifference, config_differences

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -20,7 +19,7 @@ from reshard.formats.errors import CheckpointError, IncompleteError, brief, list
 from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, build_header, read_header
 from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
-from reshard.formats.store import FilePath, name_in, read_ranges, walk
+from reshard.formats.store import FilePath, name_in, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -88,8 +87,6 @@ METADATA = ".metadata"
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files that name the folder of a step: DeepSpeed's, and Megatron's."""
 _SERIES = re.compile(r"(?P<name>[^/.][^/]*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<ending>safetensors|bin)")
-_SAMPLES = 1024
-_SAMPLE = 64
 
 
 Weights = tuple[dict[str, TensorInfo], dict[str, str], Header | None]
@@ -248,41 +245,6 @@ def open_adapter(path: FilePath, base: FilePath | None, known: dict[str, Any] | 
 def has_usual_weights(folder: FilePath) -> bool:
     """Whether a folder has weights, or an index of them, under the names that transformers looks for."""
     return any((folder / name).exists() for name in (MODEL, _SAFE_INDEX, _BIN, _BIN_INDEX))
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """An id of the weights, in hex, that does not depend on where or in which files they lie.
-
-    SHA-256 over name, dtype and shape of all tensors, sorted by name, and the samples: two fine-tunes of one model
-    differ. Raises ``CheckpointError`` if a file can no longer be read.
-    """
-    ranges = samples(checkpoint)
-    contents = {(file, begin): content for (file, begin, _), content in zip(ranges, read_ranges(ranges), strict=True)}
-    digest = hashlib.sha256()
-    kinds = {kind: json.dumps(kind)[1:] for kind in {(t.dtype, t.shape) for t in checkpoint.tensors.values()}}
-    for name in sorted(checkpoint.tensors):
-        info = checkpoint.tensors[name]
-        digest.update(f"[{json.dumps(name)}, {kinds[info.dtype, info.shape]}".encode())  # [name, dtype, shape]
-        digest.update(contents.get((info.file, _middle(info)[0]), b""))
-    return digest.hexdigest()
-
-
-def samples(checkpoint: Checkpoint) -> list[tuple[FilePath, int, int]]:
-    """The bytes that the fingerprint takes of the weights: a file, the first byte, and the one behind the last.
-
-    These are up to 64 bytes from the middle of a tensor; of more than 1024 tensors, 1024 at equal distances in the
-    order of their names.
-    """
-    names = sorted(checkpoint.tensors)
-    count = min(len(names), _SAMPLES)
-    chosen = (checkpoint.tensors[names[i * len(names) // count]] for i in range(count))
-    return [(info.file, *_middle(info)) for info in chosen]
-
-
-def _middle(info: TensorInfo) -> tuple[int, int]:
-    length = min(_SAMPLE, info.nbytes)
-    begin = info.offset + (info.nbytes - length) // 2
-    return begin, begin + length
 
 
 def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:

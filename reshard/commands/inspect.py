@@ -40,7 +40,6 @@ from reshard.model.model import Kind
 from reshard.model.naming import LoraError
 from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.access import Place
-from reshard.source.completeness import towers_left_out
 from reshard.source.folder import Folder
 from reshard.source.lora import LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import find, open_folder
@@ -207,7 +206,7 @@ def _take_lora(report: Report, run: LoraRun) -> None:
 def _take_source(report: Report, source: Source) -> None:
     """Report a complete checkpoint."""
     plan, training, checkpoint = source.plan, source.training, source.checkpoint
-    report.without = towers_left_out(source.model)
+    report.without = source.without
     # what a program saves beside tensors counts, too
     sizes = training.saved.files.values() if training is not None else [file.size for file in source.files.values()]
     report.files, report.nbytes = len(sizes), sum(sizes)

@@ -22,7 +22,8 @@ from reshard.move.moves import jobs_of
 from reshard.move.reading import Bytes, Reader
 from reshard.move.slabs import LARGEST, Region, Slab, Slices
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.program_plan import check_kept, plan_for
+from reshard.placement.kept_fields import check_kept
+from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, Place
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import Weights

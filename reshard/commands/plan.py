@@ -22,8 +22,9 @@ from reshard.mesh.totals import Row, Totals, activation_bytes, rows_of, totals_o
 from reshard.mesh.traffic import Rates, traffic_of
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
+from reshard.placement.kept_fields import check_kept
 from reshard.placement.portions import Portion
-from reshard.placement.program_plan import check_kept, plan_for
+from reshard.placement.program_plan import plan_for
 from reshard.placement.stored import Stored
 from reshard.source.access import Access, Place
 from reshard.store.selection import Weights

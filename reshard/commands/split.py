@@ -14,7 +14,8 @@ from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names
 from reshard.formats.store import StoredPath
 from reshard.mesh.plan import Degrees, make_plan
-from reshard.placement.program_plan import check_kept, plan_for
+from reshard.placement.kept_fields import check_kept
+from reshard.placement.program_plan import plan_for
 from reshard.source.source import UNSPLIT
 from reshard.system import Share, Taken, default
 from reshard.transforms.opening import open_any, open_converted

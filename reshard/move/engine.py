@@ -35,7 +35,7 @@ from reshard.formats.store import joined
 from reshard.move.jobs import FilePlan, Job, Options, Run, Sizes, add_run, parts_within, value_of
 from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
-from reshard.publishing.journal import Finished, Moved, Read
+from reshard.publishing.records import Finished, Moved, Read
 from reshard.source.source import SourceFile
 from reshard.store.threads import Shared, StoppedError, work_together
 from reshard.system import allow_open_files, disk_error, disk_errors, reserve

@@ -1,31 +1,23 @@
 """A plan for a format: whether a program takes the model on these ranks, how it pads, and which settings it refuses.
 
 A program's own config file is made from ``config.json``, and the other way, by the expressions of its format.
-
-The dtype of a given ``config.json`` is replaced by that of the weights that it is given for: a training run may hold a
-model in another dtype than the published model. Loaders take the dtype of config.json, and would round the weights.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from reshard.formats.errors import NotationError, PlanError, refused
-from reshard.formats.files.safetensors import DTYPE_NAMES, TensorInfo
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.expressions import Expression, Lookup
 from reshard.formats.notation.format import Format, Settings
-from reshard.formats.notation.format_file import HUGGING_FACE, OWN
 from reshard.mesh.degrees import unevenly
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.model.model import Model, padding_for
+from reshard.placement.kept_fields import not_kept
 from reshard.placement.portions import apart_by_lines, check_model_type
 
 
@@ -65,35 +57,6 @@ def _evaluated(expressions: Mapping[str, Expression], look_up: Lookup, file: str
                 inner = inner.setdefault(name, {})
             inner[last] = value
     return document
-
-
-# ------------------------------------------------------------------------------------------------------ the dtype
-
-_KEYS = ("dtype", "torch_dtype")
-
-
-def dtype_of(ranks: Iterable[Mapping[str, TensorInfo]]) -> str | None:
-    """The name in config.json for the dtype of most elements; None if they are quantized, or if there are none."""
-    counts = Counter[str]()
-    for tensors in ranks:
-        for info in tensors.values():
-            counts[info.dtype] += math.prod(info.shape)
-    most = counts.most_common(1)
-    return DTYPE_NAMES.get(most[0][0]) if most else None
-
-
-def with_dtype(config: Mapping[str, Any], section: Iterable[str], dtype: str | None) -> tuple[dict[str, Any], set[str]]:
-    """The config with this dtype wherever it has one, at its top and on the way to the language model's section.
-
-    Also returns the old dtypes; none if it had the same, or no dtype.
-    """
-    edited, old_dtypes = copy.deepcopy(dict(config)), set[str]()
-    for part in itertools.accumulate(section, dict.__getitem__, initial=edited):
-        for key in _KEYS:
-            if dtype is not None and part.get(key) in {*DTYPE_NAMES.values()} - {dtype}:
-                old_dtypes.add(part[key])
-                part[key] = dtype
-    return edited, old_dtypes
 
 
 def plan_for(model: Model, format: Format, degrees: Degrees, *, files: bool = True) -> Plan:
@@ -179,40 +142,3 @@ def program_plan(
     padded = [sizes[axis] for sizes in model.axis_sets() for axis in model.architecture.pad if axis in sizes]
     multiple = format.padding.multiple(padded, dict(mesh.degrees).get("tp", 1))
     return make_plan(model, mesh, pad=pad and multiple > 0, pad_to=max(multiple, 1), lacking=lacking)
-
-
-_OF_RANKS = ("tp", "ep", "pp", "pp_layers", "same_ranks", "ranks", "uneven", "pad_vocab_to")
-
-
-def check_kept(request: Degrees, format: Format, name: str | None = None) -> None:
-    """Raise SettingError if a field of a request that differs from its default cannot be carried out in a format.
-
-    ``name`` is that of a format of adapters, which are as whole as ``format``.
-    """
-    reasons, defaults = not_kept(format), {field.name: field.default for field in fields(request)}
-    for setting, why in reasons.items():
-        if setting in defaults and (getattr(request, setting) or None) != (defaults[setting] or None):
-            instead = ({"part": None},) if setting == "ranks" else ()
-            advice = "it shares the files among processes" if instead else "leave it out"
-            raise refused(setting, None, why, format=name or format.name, instead=instead, advice=advice)
-
-
-def not_kept(format: Format) -> Mapping[str, str]:
-    """The fields that cannot be carried out, and why."""
-    if format is HUGGING_FACE:
-        return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
-    names = {"names": "it has names of its own"}
-    if format is OWN:
-        return {"names": "its ranks have the names of the model"}
-    if format.files.is_single:
-        why = "each tensor has one file, which any number of ranks loads"
-        return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why) | names
-    reasons = {} if format.takes_any_names else names
-    reasons |= {"pad_vocab_to": "it says itself what is padded"}
-    if not format.container.chunks or format.padding.to is not None:
-        reasons["uneven"] = "its ranks have equal parts"
-    if format.container.chunks:
-        reasons["ranks"] = "any number of ranks loads it"
-    if not format.files.has_parts:
-        reasons["max_shard_size"] = "its ranks have one file each"
-    return reasons

@@ -21,8 +21,9 @@ from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import read_file
+from reshard.publishing.locks import check_staging
 from reshard.store.selection import INDICES, recorded, weights_named
-from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, check_staging, json_of, staging_of
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, json_of, staging_of
 from reshard.system import disk_errors
 
 if TYPE_CHECKING:

@@ -38,34 +38,10 @@ from reshard.formats.documents import Record, document_of, items, reader_of, str
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.formats.files.checksum import Stamp, file_checksum
 from reshard.publishing.existing import Existing, existing_in
-from reshard.publishing.journal import (
-    WHOLE,
-    FileShare,
-    Finished,
-    Moved,
-    Read,
-    Run,
-    finished_entry,
-    journals_in,
-    read_finished,
-    read_journal,
-    runs_in,
-)
-from reshard.store.staging_names import (
-    BUILT,
-    COMMON,
-    JOURNAL,
-    STATE,
-    check_staging,
-    is_folder,
-    is_there,
-    journal_line,
-    lock,
-    open_new,
-    remove_tree,
-    staging_of,
-    task_name,
-)
+from reshard.publishing.journal import journals_in, read_journal, runs_in
+from reshard.publishing.locks import check_staging, is_folder, is_there, lock, open_new, remove_tree
+from reshard.publishing.records import WHOLE, FileShare, Finished, Moved, Read, Run, finished_entry, read_finished
+from reshard.store.staging_names import BUILT, COMMON, JOURNAL, STATE, journal_line, staging_of, task_name
 from reshard.system import boot_id, check_space, disk_errors
 
 Check = Callable[[Existing], None]

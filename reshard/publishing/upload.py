@@ -33,10 +33,11 @@ from typing import Any, NamedTuple
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError
 from reshard.formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
-from reshard.publishing.journal import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
+from reshard.publishing.locks import remove_tree
+from reshard.publishing.records import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
 from reshard.publishing.staging import Check, Documents, PublishedError, Staging
 from reshard.store.bucket import Bucket
-from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, journal_in, journal_line, remove_tree
+from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, journal_in, journal_line
 from reshard.store.threads import WAKE, Threads
 from reshard.system import check_space
 

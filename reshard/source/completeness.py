@@ -245,10 +245,13 @@ def _check_chunks(
         raise MismatchError(f"{path}: tensor '{min(unknown)}' does not belong to this model")
 
 
-def check_complete(model: Model, where: FilePath) -> None:
-    """Raise CheckpointError if tensors are missing, with the first name and the count; never for a partial plan."""
+def check_complete(model: Model, where: FilePath) -> tuple[str, ...]:
+    """The towers of its type that a language model alone is without; none if it has any of them.
+
+    Raises CheckpointError if tensors are missing, with the first name and the count; never for a partial plan.
+    """
     if model.architecture.partial:
-        return
+        return ()
     present = Present(model)
     if gone := [] if present.is_draft else sorted(tower for tower in present.towers if not present.has(tower)):
         name = (model.config.get("architectures") or [""])[0]
@@ -267,6 +270,9 @@ def check_complete(model: Model, where: FilePath) -> None:
             + f", by the rules '{model.architecture.name}', config.json and the {len(model.tensors):,} tensors there",
             "fetch the missing files; if it is partial on purpose, pass --plan FILE with 'partial = true'",
         )
+    towers = present.known.towers if present.known else {}
+    has_any = present.strange or present.is_draft or any(map(present.has, towers))
+    return () if has_any else tuple(map(present.spelled, towers))
 
 
 def _untied(model: Model, names: Iterable[str]) -> str:
@@ -622,12 +628,3 @@ def _missing_towers(present: Present) -> Iterator[Missing]:
         lines = itertools.chain(*present.known.always.values()) if present.known else ()
         for line in (line for line in lines if is_within(line, tower)):
             yield from ((line, place, present.spelled(line, place)) for place in present.places(line, ()))
-
-
-def towers_left_out(model: Model) -> tuple[str, ...]:
-    """The towers of a model type of which a language model alone has nothing; none if it has any of them."""
-    if not (towers := known.towers if (known := _known_of(model)) else {}):
-        return ()
-    present = Present(model, known)
-    has_any = present.strange or any(present.has(tower) for tower in towers)
-    return () if has_any or present.is_draft else tuple(map(present.spelled, towers))

@@ -39,6 +39,7 @@ from reshard.source.completeness import check_complete, check_stored
 from reshard.source.folder import Folder
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import HubAccess, Weights
+from reshard.store.staging_names import SUFFIX
 
 if TYPE_CHECKING:
     from reshard.model.draft import Draft
@@ -98,7 +99,7 @@ def open_folder(
 ) -> Source:
     """Open what is recognised already (see ``open_source``)."""
     path, is_known = folder.path, model is not None and folder.kind == "program"
-    if not is_known and isinstance(path, Path) and unfinished_command(path) is not None:
+    if not is_known and isinstance(path, Path) and path.suffix == SUFFIX and unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
         raise folder.damage
@@ -187,8 +188,7 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
             checkpoint = _renamed(checkpoint, naming)
             tensors = _with_aliases(checkpoint)
             model, twice = _bound(folder, architecture, config, tensors)
-        if not is_part:
-            check_complete(model, path)
+        without = () if is_part else check_complete(model, path)
         is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
         if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
@@ -207,7 +207,7 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
         files, folder.side_files(),
         computed={CONFIG: json_bytes(config) + b"\n"} if is_adapter and not has_own else {},
         index=index if index is not None and index.is_file() else None, checkpoint=checkpoint, twice=twice,
-        left_behind=naming.left_behind if naming else (), note="; ".join(filter(None, notes)) or None,
+        left_behind=naming.left_behind if naming else (), note="; ".join(filter(None, notes)) or None, without=without,
     )  # fmt: skip
 
 
@@ -371,13 +371,13 @@ def _open_sharded(folder: Folder) -> Source:
     weights = (folder.file(file.path) for file in files)
     source = folder.source(OWN, plan, model, names, ranks, weights, side, stated=identity)
     check_stored(source.arrangement, source.ranks, path)
-    check_complete(model, path)
+    without = check_complete(model, path)
     if plan_digest(source.rules) != identity.plan:
         raise MismatchError(
             f"{path}: the shards were split by another plan than '{architecture.name}'",
             "pass the plan file of the split with --plan",
         )
-    return source
+    return replace(source, without=without)
 
 
 _OURS = "give the folder that 'reshard split' wrote"

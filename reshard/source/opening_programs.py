@@ -34,11 +34,12 @@ from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
 from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
+from reshard.model.config_dtype import dtype_of, with_dtype
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
 from reshard.model.naming import Spell, check_spelling, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
-from reshard.placement.program_plan import dtype_of, made_config, program_plan, with_dtype
+from reshard.placement.program_plan import made_config, program_plan
 from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.folder import Folder
@@ -187,7 +188,7 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
             if model is None:
                 if folder.plan_file is not None:
                     check_numbers(reading.model)
-                _check_complete(reading, folder)
+                source = replace(source, without=_check_complete(reading, folder))
             return source
     if unlike:
         _, reading, nearest = min(unlike, key=lambda entry: entry[0])
@@ -208,10 +209,13 @@ def _with_refusal(error: ReshardError, config: Mapping[str, Any]) -> ReshardErro
     return error if refused is None else type(error)(error.message, why)
 
 
-def _check_complete(reading: _Reading, folder: Folder) -> None:
-    """Raise CheckpointError if tensors of the model are missing, or if most of those that are there are of another."""
+def _check_complete(reading: _Reading, folder: Folder) -> tuple[str, ...]:
+    """The towers that the model is without (see ``check_complete``).
+
+    Raises CheckpointError if tensors of the model are missing, or if most of those that are there are of another.
+    """
     try:
-        check_complete(reading.model, folder.path)
+        return check_complete(reading.model, folder.path)
     except CheckpointError as error:
         saved = reading.training.saved.tensors if reading.training is not None else {}
         strangers = len(saved.keys() & {*reading.training.parts.rest}) if reading.training is not None else 0

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.formats.documents import read_config
-from reshard.formats.files.checkpoint import (
-    CONFIG,
-    Checkpoint,
-    fingerprint,
-)
+from reshard.formats.files.checkpoint import CONFIG, Checkpoint
 from reshard.formats.files.checksum import Stamp, check_unchanged
+from reshard.formats.files.fingerprint import fingerprint
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import (
     Identity,
@@ -159,6 +156,8 @@ class Source:
     """Contents of its files besides the model, in a few words."""
     strays: tuple[str, ...] = ()
     """The files and folders beside it that are neither its weights nor read with them."""
+    without: tuple[str, ...] = ()
+    """The towers of its type that a language model alone does not have."""
     training: Training | None = None
     """A trainer's states besides the model, if they can be re-sharded with it."""
     constants: Mapping[str, bytes] = field(default_factory=dict)

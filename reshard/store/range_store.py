@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.files.checkpoint import has_usual_weights, open_checkpoint, samples
+from reshard.formats.files.checkpoint import has_usual_weights, open_checkpoint
+from reshard.formats.files.fingerprint import samples
 from reshard.formats.files.safetensors import MAX_HEADER
 from reshard.formats.files.sharded import is_sharded
 from reshard.formats.store import FilePath, Stat, Store, StoredPath, local_path, read_ranges

@@ -19,7 +19,8 @@ from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.move.reading import Sums
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import Finished, journals_in
+from reshard.publishing.journal import journals_in
+from reshard.publishing.records import Finished
 from reshard.store.staging_names import staging_of
 from reshard.writing.output import Output
 

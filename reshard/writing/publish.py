@@ -9,7 +9,7 @@ from reshard.formats.files.checksum import PartialSum, sum_part
 from reshard.move.jobs import FilePlan, Options
 from reshard.move.reading import Sums, checksum_of, contents_of
 from reshard.placement.stored import Location
-from reshard.publishing.journal import Read
+from reshard.publishing.records import Read
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.writing.manifest import last_documents

@@ -12,14 +12,13 @@ from typing import Any
 from reshard.formats.errors import CheckpointError, listed
 from reshard.formats.files.sharded import MANIFEST, read_manifest
 from reshard.formats.notation.format_file import HUGGING_FACE
+from reshard.model.config_dtype import with_dtype
 from reshard.move.engine import Writing
 from reshard.move.jobs import FilePlan, Job, TargetPlace
 from reshard.move.moves import INTACT_RANK, jobs_of
-from reshard.placement.program_plan import with_dtype
 from reshard.publishing.existing import Existing, check_place
-from reshard.publishing.journal import WHOLE, FileShare
+from reshard.publishing.records import WHOLE, FileShare
 from reshard.publishing.staging import PublishedError, Staging
-from reshard.source.completeness import towers_left_out
 from reshard.source.source import Source
 from reshard.store.remote import tried_again
 from reshard.system import Share
@@ -190,8 +189,8 @@ def _summary(
     if given is not None and stated:
         says = " and ".join(sorted(stated)) + (", as the weights are" if request.quantize is None else "")
         notes.append(f"config.json says {says}; the one that was given says {given}")
-    if towers := towers_left_out(source.model):
-        notes.append(f"it is the language model alone, without {listed(towers)}")
+    if source.without:
+        notes.append(f"it is the language model alone, without {listed(source.without)}")
     for dtype, wider in new.format.rules.dtypes.items():
         if any(kind.dtype == dtype for kind in plan.model.kinds) and new.files:
             notes.append(f"weights in {dtype} were cast to {wider}")

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from reshard.formats.errors import CheckpointError
-from reshard.formats.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from reshard.formats.files.checkpoint import Checkpoint, open_checkpoint
+from reshard.formats.files.fingerprint import fingerprint
 from reshard.formats.files.safetensors import build_header
 from reshard.formats.files.side_files import LARGEST, find_side_files
 

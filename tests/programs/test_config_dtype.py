@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from reshard.api import split
 from reshard.formats.documents import json_bytes
 from reshard.formats.files.safetensors import TensorInfo, read_header
-from reshard.placement.program_plan import dtype_of, with_dtype
+from reshard.model.config_dtype import dtype_of, with_dtype
 from tests import store
 from tests.support import command
 

@@ -26,7 +26,7 @@ from obstore.exceptions import AlreadyExistsError
 
 from reshard.formats.errors import ReshardError
 from reshard.publishing import upload
-from reshard.publishing.journal import Finished
+from reshard.publishing.records import Finished
 from reshard.publishing.staging import Staging
 from reshard.publishing.upload import Uploading
 from reshard.store import bucket

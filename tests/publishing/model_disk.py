@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from reshard.formats.errors import ReshardError
-from reshard.publishing import staging
+from reshard.publishing import locks, staging
 from reshard.publishing.existing import Existing
 from reshard.store import staging_names
 
@@ -409,9 +409,9 @@ def existing(out: Name) -> Existing:
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Have the code that publishes an output run on a disk of this kind."""
-    for module in (staging, staging_names):
+    for module in (staging, locks):
         patch.setattr(module, "open_new", File)
-    for module in (staging, staging_names):
+    for module in (staging, locks):
         patch.setattr(module, "is_there", File.is_there)
     patch.setattr(staging, "Path", lambda name: name)
     patch.setattr(staging, "existing_in", existing)

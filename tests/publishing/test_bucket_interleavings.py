@@ -17,7 +17,7 @@ import pytest
 
 from reshard.formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import WHOLE, FileShare, Finished
+from reshard.publishing.records import WHOLE, FileShare, Finished
 from reshard.publishing.upload import Uploading
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, task_name

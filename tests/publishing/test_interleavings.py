@@ -17,7 +17,7 @@ import pytest
 
 from reshard.formats.errors import CheckpointError
 from reshard.publishing.existing import Existing
-from reshard.publishing.journal import WHOLE, FileShare, Finished, Moved
+from reshard.publishing.records import WHOLE, FileShare, Finished, Moved
 from reshard.publishing.staging import Staging
 from reshard.store.staging_names import BUILT, JOURNAL, STATE
 from tests.marks import thorough

@@ -21,7 +21,7 @@ from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.formats.files.safetensors import read_header
 from reshard.publishing import staging as output
-from reshard.publishing.journal import WHOLE, FileShare, Run
+from reshard.publishing.records import WHOLE, FileShare, Run
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.store.staging_names import BUILT, STATE, staging_of

@@ -16,7 +16,7 @@ import pytest
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.move.jobs import Sizes
-from reshard.publishing.journal import WHOLE, FileShare
+from reshard.publishing.records import WHOLE, FileShare
 from reshard.publishing.upload import Uploading
 from reshard.source.access import Access
 from reshard.store import remote

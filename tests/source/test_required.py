@@ -29,7 +29,6 @@ from reshard.source.completeness import (
     check_complete,
     known_lines,
     missing,
-    towers_left_out,
 )
 from reshard.source.opening import open_source
 from tests import zoo
@@ -208,8 +207,10 @@ def test_a_tower_is_there_as_a_whole(name: str):
 def test_a_language_model_alone_says_so(name: str):
     text = damaged(name, TOWERS[name][0])
     model = read({**of_zoo(name).config, "architectures": ["SomeForCausalLM"]}, text)
-    assert list(missing(model)) == [] and any(re.search(TOWERS[name][0], tower) for tower in towers_left_out(model))
-    assert not towers_left_out(read(of_zoo(name).config, of_zoo(name).tensors))
+    assert list(missing(model)) == [] and any(
+        re.search(TOWERS[name][0], tower) for tower in check_complete(model, Path())
+    )
+    assert not check_complete(read(of_zoo(name).config, of_zoo(name).tensors), Path())
 
 
 def test_inspect_and_split_say_what_a_language_model_is_without(tmp_path: Path):

@@ -125,6 +125,11 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
+def cpu_count() -> int:
+    """The processors of this machine."""
+    return os.cpu_count() or 1
+
+
 def reserve(descriptor: int, nbytes: int) -> None:
     """Set the size of a new file in bytes, and reserve its space on the disk if the file system can.
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.formats.notation.architecture import CONFIG_DEFAULTS
 from reshard.formats.notation.architecture_files import find_architecture
+from reshard.formats.notation.tables import CONFIG_DEFAULTS
 from reshard.model.model import AxisSizes
 from tests.marks import thorough
 from tools.config_defaults import table

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.formats.notation.architecture import CONFIG_DEFAULTS
-from reshard.formats.notation.heads import HEADS
+from reshard.formats.notation.tables import CONFIG_DEFAULTS, HEADS
 from reshard.source.completeness import REQUIRED
 from tools import transformers_names, vllm_names
 from tools.required import LEVELS

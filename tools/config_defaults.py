@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from reshard.formats.notation.architecture import CONFIG_DEFAULTS
 from reshard.formats.notation.architecture_files import built_in_architectures, load_architecture
+from reshard.formats.notation.tables import CONFIG_DEFAULTS
 from tools.tables import text_of
 
 

@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.formats.notation.heads import HEADS, NO_HEAD, TOKENS
+from reshard.formats.notation.heads import NO_HEAD, TOKENS
+from reshard.formats.notation.tables import HEADS
 from tools.tables import text_of
 
 _WITH = ("CAUSAL_LM", "SEQ_TO_SEQ", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING", "WITH_LM_HEAD", "MULTIMODAL_LM")

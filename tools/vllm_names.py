@@ -49,7 +49,7 @@ from reshard.formats.notation.architecture_files import built_in_architectures
 from reshard.formats.notation.components import components
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
-from reshard.formats.notation.heads import HEADS
+from reshard.formats.notation.tables import HEADS
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of

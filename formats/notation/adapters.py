@@ -19,14 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from reshard.formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
 from reshard.formats.errors import PlanError, brief
-from reshard.formats.notation.architecture import (
-    SETTINGS,
-    Architecture,
-    Rule,
-    version_of,
-    with_experts,
-    with_first_indices,
-)
+from reshard.formats.notation.architecture import SETTINGS, Architecture, Rule, with_experts, with_first_indices
 from reshard.formats.notation.axes import Dim, Shape, Summand, parse
 from reshard.formats.notation.components import linear, unfused
 from reshard.formats.notation.format import Pattern
@@ -38,6 +31,7 @@ from reshard.formats.notation.format_file import (
     versions,
 )
 from reshard.formats.notation.spellings import ModuleTensor, Part, module_tensors, shapes_in
+from reshard.formats.notation.tables import version_of
 
 
 def tensors_of_modules(base: Architecture, config: Mapping[str, Any]) -> Iterator[ModuleTensor]:

@@ -6,13 +6,11 @@ are read in ``architecture_files``.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 from reshard.formats.documents import (
@@ -38,9 +36,8 @@ from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.axes import Shape, parse
 from reshard.formats.notation.components import linear, unfused
 from reshard.formats.notation.expressions import Expression, read_expression
+from reshard.formats.notation.tables import config_defaults
 
-CONFIG_DEFAULTS = Path(__file__).parents[1] / "config_defaults.json"
-"""The defaults of transformers' configuration classes, for settings that a ``config.json`` lacks."""
 SETTINGS = "peft_config"
 """The entry of a config for an adapter's own settings, beside those of the model that it changes."""
 
@@ -410,35 +407,6 @@ def _below(node: _Node) -> Iterator[str]:
         if child.template is not None:
             yield child.template
         yield from _below(child)
-
-
-@lru_cache
-def _tables() -> Mapping[str, Any]:
-    tables: Mapping[str, Any] = json.loads(CONFIG_DEFAULTS.read_text(encoding="utf-8"))
-    return tables
-
-
-def config_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """For each model type, its settings where a ``config.json`` is silent."""
-    defaults: Mapping[str, Mapping[str, Any]] = _tables()["types"]
-    return defaults
-
-
-def newer_than_tables(config: Mapping[str, Any]) -> str | None:
-    """Return both versions in words if a ``config.json`` was written by a newer transformers than the one behind the
-    tables.
-
-    None if it is no newer, or does not say.
-    """
-    ours, theirs = _tables()["made_with"]["transformers"], config.get("transformers_version")
-    newer = (version_of(theirs) or ()) > (version_of(ours) or ()) if isinstance(theirs, str) else False
-    return f"what is known was made with transformers {ours}; the checkpoint says {theirs}" if newer else None
-
-
-def version_of(version: str | None) -> tuple[int, ...] | None:
-    """The numbers of a version: at most three. None if it has none."""
-    match = re.match(r"\d{1,4}(\.\d{1,4}){1,2}", version or "")
-    return tuple(map(int, match[0].split("."))) if match else None
 
 
 def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool = False) -> _Node:

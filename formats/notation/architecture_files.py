@@ -20,10 +20,10 @@ from reshard.formats.notation.architecture import (
     SETTINGS,
     Architecture,
     architecture_from_document,
-    newer_than_tables,
     one_or_all,
     to_document,
 )
+from reshard.formats.notation.tables import newer_than_tables
 from reshard.formats.store import FilePath, read_file
 
 MAX_PLAN = 16 << 20

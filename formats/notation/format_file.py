@@ -47,7 +47,6 @@ from reshard.formats.documents import (
     truth,
 )
 from reshard.formats.errors import NotationError, PlanError
-from reshard.formats.notation.architecture import version_of
 from reshard.formats.notation.expressions import read_expression
 from reshard.formats.notation.format import (
     MODULES,
@@ -63,6 +62,7 @@ from reshard.formats.notation.format import (
     lines_of_types,
     of_types,
 )
+from reshard.formats.notation.tables import version_of
 
 FOLDER = Path(__file__).parents[1] / "adapters"
 

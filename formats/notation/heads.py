@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-HEADS = Path(__file__).parents[1] / "heads.json"
+from reshard.formats.notation.tables import heads
+
 TOKENS, NO_HEAD = "tokens", "none"
 """A head for tokens, whatever its module is called; no head at all."""
 
@@ -28,7 +26,7 @@ def head_of(config: Mapping[str, Any]) -> str | None:
     None if there is no class, or one of which nothing is known. That of a class that transformers does not have is told
     by the end of its name.
     """
-    name, (classes, ends) = class_of(config), _table()
+    name, (classes, ends) = class_of(config), heads()
     if name in classes:
         return classes[name]
     return next((ends[name[at:]] for at in range(1, len(name)) if name[at:] in ends), None)
@@ -37,10 +35,3 @@ def head_of(config: Mapping[str, Any]) -> str | None:
 def is_headless(config: Mapping[str, Any]) -> bool:
     """Whether the class in a config.json has no head for tokens."""
     return head_of(config) not in {TOKENS, None}
-
-
-@cache
-def _table() -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The heads of classes, and of ends of names of classes."""
-    table = json.loads(HEADS.read_text(encoding="utf-8"))
-    return {name: head for head, names in table["classes"].items() for name in names}, table["ends"]

@@ -10,12 +10,12 @@ from reshard.delta.storing import write_delta
 from reshard.formats.errors import CheckpointError, MismatchError, refused
 from reshard.model.naming import ChoiceError
 from reshard.move.jobs import Progress, no_progress
-from reshard.publishing.existing import check_name
 from reshard.source.access import Access, Place
 from reshard.source.folder import Folder
 from reshard.source.opening import find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
+from reshard.store.staging_names import check_name
 from reshard.system import Taken, default
 from reshard.transforms.opening import open_beside
 

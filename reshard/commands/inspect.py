@@ -28,8 +28,8 @@ from reshard.formats.files.checkpoint import (
     refuse_foreign,
 )
 from reshard.formats.files.chunks import Sharded
+from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Identity, read_shard
 from reshard.formats.files.safetensors import Header, TensorInfo, read_header
-from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Identity, read_shard
 from reshard.formats.files.training import find_training, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture_files import built_in_file

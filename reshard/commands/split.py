@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.formats.errors import CheckpointError, refused
-from reshard.formats.files.sharded import MANIFEST, read_manifest
+from reshard.formats.files.manifest import MANIFEST
+from reshard.formats.files.sharded import read_manifest
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names

@@ -15,9 +15,10 @@ from typing import Any
 
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.architecture import Architecture, Match, Rule, config_defaults
+from reshard.formats.notation.architecture import Architecture, Match, Rule
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.axes import Shape
+from reshard.formats.notation.tables import config_defaults
 from reshard.formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from reshard.formats.quantization.methods import unknown_method
 from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts

@@ -17,8 +17,9 @@ import tomli_w
 
 from reshard.formats.errors import NotationError, PlanError, listed
 from reshard.formats.hints import with_hint
-from reshard.formats.notation.architecture import SETTINGS, Architecture, LineNames, newer_than_tables
+from reshard.formats.notation.architecture import SETTINGS, Architecture, LineNames
 from reshard.formats.notation.axes import Dim, Summand
+from reshard.formats.notation.tables import newer_than_tables
 from reshard.formats.quantization.methods import unknown_method
 from reshard.model.model import AxisSizes, FullTensor
 

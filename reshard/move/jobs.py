@@ -6,7 +6,6 @@ isal computes them: it takes a third of zlib's time (13.2 against 3.9 GB/s on on
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from reshard.formats.files.layout import Crc, Layout, Tensor
 from reshard.move.slabs import Route
 from reshard.placement.stored import Location
 from reshard.source.source import SourcePlace
+from reshard.system import cpu_count
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""
@@ -206,4 +206,4 @@ class Options:
     @property
     def threads(self) -> int:
         """The number of threads."""
-        return self.workers or max(2, min(8, os.cpu_count() or 1))
+        return self.workers or max(2, min(8, cpu_count()))

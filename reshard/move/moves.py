@@ -16,8 +16,8 @@ import numpy as np
 
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.formats.files.layout import Layout
+from reshard.formats.files.manifest import INTACT_FILE
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
-from reshard.formats.files.sharded import INTACT_FILE
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.quantization.companions import restated

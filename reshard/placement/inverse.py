@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reshard.formats.errors import CheckpointError, PlanError
-from reshard.formats.notation.architecture import Architecture, filled, newer_than_tables
+from reshard.formats.notation.architecture import Architecture, filled
 from reshard.formats.notation.components import component_names
 from reshard.formats.notation.format import Format, Line, Renaming
 from reshard.formats.notation.format_file import format_of
 from reshard.formats.notation.spellings import Spellings
+from reshard.formats.notation.tables import newer_than_tables
 from reshard.model.model import AxisSizes, check_members
 
 

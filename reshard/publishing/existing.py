@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, METADATA
-from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import read_file
@@ -152,12 +152,6 @@ def _is_of(format: Format, name: str) -> bool:
 
 
 # ------------------------------------------------------------------------------------- whether an output may be there
-
-
-def check_name(out: str | Path) -> None:
-    """Raise CheckpointError for a folder without a name of its own (``.``, ``..`` or ``/``)."""
-    if Path(out).name in {"", ".."}:
-        raise CheckpointError(f"'{out}' is not a name for a new folder", "give another name")
 
 
 PAGE = b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta name="generator" content="reshard '

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.formats.documents import Record, document_of, structure
-from reshard.formats.files.sharded import FileRecord
+from reshard.formats.files.manifest import FileRecord
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from reshard.formats.files.checkpoint import (
     read_weights,
 )
 from reshard.formats.files.checksum import stamps_in, stamps_of
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Manifest
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.files.sharded import INTACT_FILE, MANIFEST, Manifest, is_sharded, read_manifest
+from reshard.formats.files.sharded import is_sharded, read_manifest
 from reshard.formats.files.side_files import find_side_files, is_side_file
 from reshard.formats.mesh import RANK_FOLDER, Mesh
 from reshard.formats.notation.architecture import Architecture, architecture_from_document

@@ -21,8 +21,9 @@ from reshard.formats.files.checkpoint import (
     open_checkpoint,
     read_model_config,
 )  # fmt: skip
+from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Manifest, plan_digest
 from reshard.formats.files.safetensors import TensorInfo, look_alike
-from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Manifest, is_sharded, plan_digest
+from reshard.formats.files.sharded import is_sharded
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings

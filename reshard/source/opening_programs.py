@@ -21,8 +21,8 @@ from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import CONFIG, read_model_config
 from reshard.formats.files.chunks import Chunk, whole_shape
 from reshard.formats.files.dcp import Distributed
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST
 from reshard.formats.files.safetensors import TensorInfo, look_alike
-from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.formats.files.side_files import find_side_files
 from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, brief
 from reshard.formats.files.checkpoint import step_of, weight_files
 from reshard.formats.files.chunks import Chunk, read_chunks
+from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Identity, Shard, read_shard
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.files.sharded import MANIFEST, METADATA_KEY, Identity, Shard, rank_folders, read_shard
+from reshard.formats.files.sharded import rank_folders
 from reshard.formats.files.torch_archive import read_saved
 from reshard.formats.files.training import find_training
 from reshard.formats.mesh import Mesh, mesh_of

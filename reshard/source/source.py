@@ -15,14 +15,8 @@ from reshard.formats.documents import read_config
 from reshard.formats.files.checkpoint import CONFIG, Checkpoint
 from reshard.formats.files.checksum import Stamp, check_unchanged
 from reshard.formats.files.fingerprint import fingerprint
+from reshard.formats.files.manifest import Identity, Index, Manifest, SourceRecord, plan_digest
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.files.sharded import (
-    Identity,
-    Index,
-    Manifest,
-    SourceRecord,
-    plan_digest,
-)
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import to_document
 from reshard.formats.notation.format import MODULES, Format

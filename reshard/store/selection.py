@@ -21,7 +21,7 @@ from reshard.formats.files.checkpoint import (
     refuse_foreign,
     step_of,
 )
-from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.files.side_files import NAMING, is_side_file, named_files
 from reshard.formats.mesh import RANK_FOLDER
 from reshard.formats.store import FilePath, read_file

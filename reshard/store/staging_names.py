@@ -12,6 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from reshard.formats.errors import CheckpointError
+
 STATE = ".reshard-"
 """The prefix of names that tell how far an output is."""
 UNFINISHED = f"{STATE}unfinished"
@@ -25,6 +27,12 @@ written.
 BUILT = "output"
 """The folder in a staging folder that gets the name of the output."""
 SUFFIX = ".partial"
+
+
+def check_name(out: str | Path) -> None:
+    """Raise CheckpointError for a folder without a name of its own (``.``, ``..`` or ``/``)."""
+    if Path(out).name in {"", ".."}:
+        raise CheckpointError(f"'{out}' is not a name for a new folder", "give another name")
 
 
 def staging_of(out: Path) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 from reshard.formats.documents import json_bytes
 from reshard.formats.errors import listed, refused
 from reshard.formats.files.checkpoint import CONFIG, open_adapter, open_checkpoint
+from reshard.formats.files.manifest import SourceRecord
 from reshard.formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
-from reshard.formats.files.sharded import SourceRecord
 from reshard.formats.hints import synonym
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format_file import HUGGING_FACE

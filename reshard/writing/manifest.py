@@ -14,7 +14,8 @@ from pathlib import Path
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import CONFIG
 from reshard.formats.files.checksum import checksum
-from reshard.formats.files.sharded import MANIFEST, FileRecord, Manifest, manifest_text, rank_folders, read_manifest
+from reshard.formats.files.manifest import MANIFEST, FileRecord, Manifest, manifest_text
+from reshard.formats.files.sharded import rank_folders, read_manifest
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.move.reading import Sums

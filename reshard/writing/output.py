@@ -22,12 +22,8 @@ from reshard.formats.errors import PlanError, brief
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from reshard.formats.files.chunks import Chunk, chunks_metadata, whole_shape
 from reshard.formats.files.layout import Layout, Tensor
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Identity
 from reshard.formats.files.safetensors import DTYPE_BITS, build_safetensors, tensor_bytes
-from reshard.formats.files.sharded import (
-    INTACT_FILE,
-    MANIFEST,
-    Identity,
-)
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format, Settings

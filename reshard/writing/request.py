@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.formats.errors import CheckpointError
 from reshard.move.jobs import Options, no_progress
-from reshard.publishing.existing import check_name
 from reshard.source.access import Access, Place
 from reshard.store.remote import tried_again
 from reshard.store.selection import HubAccess, is_url
+from reshard.store.staging_names import check_name
 from reshard.system import Share, Taken, default
 
 if TYPE_CHECKING:

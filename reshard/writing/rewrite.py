@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard.formats.errors import CheckpointError, listed
-from reshard.formats.files.sharded import MANIFEST, read_manifest
+from reshard.formats.files.manifest import MANIFEST
+from reshard.formats.files.sharded import read_manifest
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.model.config_dtype import with_dtype
 from reshard.move.engine import Writing

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from reshard.formats.errors import NotationError, PlanError
-from reshard.formats.notation.architecture import CONFIG_DEFAULTS, Architecture, Rule, newer_than_tables
+from reshard.formats.notation.architecture import Architecture, Rule
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.axes import parse
+from reshard.formats.notation.tables import CONFIG_DEFAULTS, newer_than_tables
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Kind, Model
 from reshard.model.unknown import NoRuleError

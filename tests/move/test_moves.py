@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from reshard.api import merge, split
 from reshard.formats.errors import PlanError
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST
 from reshard.formats.files.safetensors import DTYPE_BITS
-from reshard.formats.files.sharded import INTACT_FILE, MANIFEST
 from reshard.writing.summary import Summary, file_document, move_document, move_lines
 from tests import store
 from tests.marks import one_of_each

@@ -14,7 +14,8 @@ from transformers.models.auto import modeling_auto as auto
 import reshard
 from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.notation.format_file import format_of
-from reshard.formats.notation.heads import HEADS, TOKENS, head_of, is_headless
+from reshard.formats.notation.heads import TOKENS, head_of, is_headless
+from reshard.formats.notation.tables import HEADS
 from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, llama_tensors, write_checkpoint, write_file
 from tools import vllm_names

@@ -10,8 +10,8 @@ import pytest
 
 from reshard.api import merge, split
 from reshard.formats.errors import PlanError
+from reshard.formats.files.manifest import INTACT_FILE
 from reshard.formats.files.safetensors import TensorInfo, read_header
-from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
 from reshard.verify.api import verify
 from reshard.verify.bytes.exact import verify_exact

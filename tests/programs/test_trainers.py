@@ -20,8 +20,8 @@ from reshard.api import inspect, merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.deepspeed import universal_documents
+from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.files.pickles import Global, Inert
-from reshard.formats.files.sharded import MANIFEST
 from reshard.formats.files.torch_archive import archive_of, pickled_tensor
 from reshard.formats.files.training import read_training
 from reshard.source.opening import open_source

@@ -12,7 +12,7 @@ import pytest
 
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, PlanError
-from reshard.formats.files.sharded import MANIFEST
+from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.notation.format_file import all_formats
 from reshard.publishing.existing import Existing, Read
 from reshard.store.staging_names import UNFINISHED

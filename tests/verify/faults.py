@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.formats.files.checksum import file_checksum
+from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
-from reshard.formats.files.sharded import MANIFEST
 from reshard.formats.notation.axes import Dim
 from reshard.mesh.plan import Layout
 from reshard.source.opening import open_source

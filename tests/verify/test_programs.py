@@ -21,8 +21,8 @@ import pytest
 
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, IncompleteError
+from reshard.formats.files.manifest import INTACT_FILE
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
-from reshard.formats.files.sharded import INTACT_FILE
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.verify.bytes.exact import compare, open_shards, verify_exact

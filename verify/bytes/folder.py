@@ -19,8 +19,7 @@ from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA, r
 from reshard.formats.files.checksum import PIECE, PartialSum, checksum, file_checksum, sum_part
 from reshard.formats.files.chunks import OFFSETS_KEY, chunks_metadata, read_chunks
 from reshard.formats.files.dcp import object_bytes
-from reshard.formats.files.safetensors import TensorInfo, parse_header, read_header
-from reshard.formats.files.sharded import (
+from reshard.formats.files.manifest import (
     INTACT_FILE,
     MANIFEST,
     METADATA_KEY,
@@ -30,6 +29,7 @@ from reshard.formats.files.sharded import (
     manifest_text,
     read_shard,
 )
+from reshard.formats.files.safetensors import TensorInfo, parse_header, read_header
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, glob, is_in, name_in

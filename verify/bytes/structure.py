@@ -14,7 +14,7 @@ from reshard.formats.documents import MAX_MANIFEST, json_object, read_config, re
 from reshard.formats.errors import CheckpointError, IncompleteError, ReshardError
 from reshard.formats.files.checkpoint import CONFIG, METADATA
 from reshard.formats.files.chunks import Chunk
-from reshard.formats.files.sharded import INTACT_FILE, MANIFEST, METADATA_KEY
+from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, METADATA_KEY
 from reshard.formats.notation.axes import Run
 from reshard.formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of

@@ -21,7 +21,8 @@ from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, MODEL
 from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation.adapters import settings_of
-from reshard.formats.notation.architecture import SETTINGS, version_of
+from reshard.formats.notation.architecture import SETTINGS
+from reshard.formats.notation.tables import version_of
 from reshard.mesh.plan import Plan
 from reshard.source.opening import open_source
 from reshard.source.source import Source

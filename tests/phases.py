@@ -50,6 +50,7 @@ VALUES = {
     "formats/notation/axes.py", "formats/notation/expressions.py", "formats/notation/architecture.py",
     "formats/notation/components.py", "formats/notation/format.py", "formats/notation/heads.py",
     "formats/files/safetensors.py", "formats/files/layout.py", "formats/files/manifest.py",
+    "formats/files/containers.py",
     "reshard/model/model.py", "reshard/mesh/plan.py", "reshard/mesh/stages.py",
     "reshard/placement/pieces.py", "reshard/placement/portions.py", "reshard/placement/geometry.py",
     "reshard/placement/stored.py", "reshard/placement/arrangement.py", "reshard/placement/kept_fields.py",

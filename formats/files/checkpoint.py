@@ -16,7 +16,8 @@ from typing import Any
 
 from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from reshard.formats.errors import CheckpointError, IncompleteError, brief, listed
-from reshard.formats.files.safetensors import Header, SourceFileRecord, TensorInfo, build_header, read_header
+from reshard.formats.files.containers import Weights, container_of
+from reshard.formats.files.safetensors import SourceFileRecord, TensorInfo, build_header
 from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
 from reshard.formats.store import FilePath, name_in, walk
@@ -87,10 +88,6 @@ METADATA = ".metadata"
 TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files that name the folder of a step: DeepSpeed's, and Megatron's."""
 _SERIES = re.compile(r"(?P<name>[^/.][^/]*)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.(?P<ending>safetensors|bin)")
-
-
-Weights = tuple[dict[str, TensorInfo], dict[str, str], Header | None]
-"""The tensors in a weight file, its tied names, and its header if it is safetensors."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ def _only(content: Weights, indexed: Mapping[str, str], file: str) -> Weights:
     if header is not None and len(kept) < len(tensors):
         raw = build_header([(name, info.dtype, info.shape) for name, info in kept.items()], header.metadata)
         header = replace(header, raw=raw)
-    return kept, {name: tied[name] for name in names if name not in kept}, header
+    return Weights(kept, {name: tied[name] for name in names if name not in kept}, header)
 
 
 def has_adapter(folder: FilePath) -> bool:
@@ -346,17 +343,8 @@ def _of_contents(folder: FilePath, config: dict[str, Any], contents: Mapping[Fil
 
 
 def read_weights(path: FilePath) -> Weights:
-    """Read the header of a weight file: its tensors, the second names of tied ones, and its safetensors header if it
-    has one.
-
-    Raises CheckpointError.
-    """
-    if path.name.endswith(".safetensors"):
-        header = read_header(path)
-        return header.tensors, {}, header
-    from reshard.formats.files.torch_archive import read_bin  # rarely needed
-
-    return (*read_bin(path), None)
+    """Read which tensors a weight file has, and where they lie. Raises CheckpointError."""
+    return container_of(path.name).read(path)
 
 
 def _check_index(path: FilePath, indexed: dict[str, str], stored: dict[str, str], *, also: bool = False) -> None:

@@ -22,7 +22,6 @@ from reshard.formats.documents import is_inside
 from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError
 from reshard.formats.files.checkpoint import METADATA
 from reshard.formats.files.chunks import Chunk, Sharded, check_tiling
-from reshard.formats.files.layout import Crc, Layout
 from reshard.formats.files.pickles import (
     DTYPES,
     LARGEST_PICKLE,
@@ -42,7 +41,7 @@ from reshard.formats.files.pickles import (
     write_pickle,
 )
 from reshard.formats.files.safetensors import TORCH_NAMES, Header, TensorInfo, read_header
-from reshard.formats.files.torch_archive import archive_of, open_archive, tensor_archive
+from reshard.formats.files.torch_archive import archive_of, open_archive
 from reshard.formats.store import FilePath, open_file, prefetch, read_file, read_ranges, unreadable
 
 VERSION = "1.0.0"
@@ -340,36 +339,6 @@ def check_steps(steps: Iterable[tuple[FilePath, object]]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
-
-
-_ALIGNMENT = 64
-
-
-def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], objects: Mapping[str, bytes] = {}) -> Layout:
-    """The layout of a file of chunks (name, dtype, shape, bytes), at most one of each tensor, and of objects: archives
-    of torch.save.
-
-    Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
-    """
-    offsets, fixed, crcs = list[int](), list[tuple[int, bytes]](), list[Crc]()
-    ranges: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, archive in (
-        *((name, tensor_archive(dtype, shape, nbytes)) for name, dtype, shape, nbytes in chunks),
-        *((name, Layout(len(content), fixed=((0, content),))) for name, content in objects.items()),
-    ):
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        if begin > end:
-            fixed.append((end, bytes(begin - end)))
-        ranges[name] = (begin, archive.size)
-        offsets += [begin + offset for offset in archive.offsets]
-        fixed += [(begin + offset, content) for offset, content in archive.fixed]
-        crcs += [
-            Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
-        ]
-        end = begin + archive.size
-    names = [name for name, *_ in chunks]
-    return Layout(end, names, offsets, fixed=tuple(fixed), crcs=tuple(crcs), ranges=ranges)
 
 
 def object_bytes(value: object, content: bytes | None = None) -> bytes:

@@ -45,6 +45,7 @@ from reshard.formats.files.pickles import (
 from reshard.formats.files.safetensors import DAMAGED, DTYPE_BITS, TORCH_NAMES, TensorInfo
 from reshard.formats.store import FilePath, Range, RangeFile, open_file, prefetch, unreadable
 
+_ALIGNMENT = 64
 MAX_DIRECTORY = 64 << 20
 """Bytes of a zip archive's directory; an entry has some 70."""
 _HEADER = 30
@@ -302,6 +303,33 @@ def build_archive(
 def tensor_archive(dtype: str, shape: tuple[int, ...], nbytes: int) -> Layout:
     """The layout of what torch.save writes of a tensor that is not in a dictionary; its name there is ``""``."""
     return archive_of(pickled_tensor(0, "", dtype, shape), [("", nbytes)])
+
+
+def build_chunks(chunks: Sequence[tuple[str, str, tuple[int, ...], int]], objects: Mapping[str, bytes] = {}) -> Layout:
+    """The layout of a file of chunks (name, dtype, shape, bytes), at most one of each tensor, and of objects: archives
+    of torch.save.
+
+    Archives begin at multiples of 64 bytes. Raises PlanError for a dtype that torch.save does not write.
+    """
+    offsets, fixed, crcs = list[int](), list[tuple[int, bytes]](), list[Crc]()
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, archive in (
+        *((name, tensor_archive(dtype, shape, nbytes)) for name, dtype, shape, nbytes in chunks),
+        *((name, Layout(len(content), fixed=((0, content),))) for name, content in objects.items()),
+    ):
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if begin > end:
+            fixed.append((end, bytes(begin - end)))
+        ranges[name] = (begin, archive.size)
+        offsets += [begin + offset for offset in archive.offsets]
+        fixed += [(begin + offset, content) for offset, content in archive.fixed]
+        crcs += [
+            Crc(begin + crc.begin, begin + crc.end, tuple(begin + each for each in crc.places)) for crc in archive.crcs
+        ]
+        end = begin + archive.size
+    names = [name for name, *_ in chunks]
+    return Layout(end, names, offsets, fixed=tuple(fixed), crcs=tuple(crcs), ranges=ranges)
 
 
 def archive_of(saved: object, storages: Sequence[tuple[str, int]] = ()) -> Layout:

@@ -28,6 +28,7 @@ from reshard.formats.files.checkpoint import (
     refuse_foreign,
 )
 from reshard.formats.files.chunks import Sharded
+from reshard.formats.files.containers import BIN, SAFETENSORS
 from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Identity, read_shard
 from reshard.formats.files.safetensors import Header, TensorInfo, read_header
 from reshard.formats.files.training import find_training, read_training
@@ -230,7 +231,7 @@ def _take_source(report: Report, source: Source) -> None:
 
 
 def _take_checkpoint(report: Report, checkpoint: Checkpoint) -> None:
-    report.format = "PyTorch .bin" if checkpoint.files[0].name.endswith(".bin") else "safetensors"
+    report.format = "PyTorch .bin" if BIN.holds(checkpoint.files[0].name) else "safetensors"
     _take_type(report, checkpoint.config)
     _count(report, checkpoint.tensors.values())
 
@@ -357,7 +358,7 @@ def _take_files(report: Report, files: Iterable[FilePath]) -> None:
 
 
 def _file(path: FilePath) -> Report:
-    if path.suffix != ".safetensors":
+    if not SAFETENSORS.holds(path.name):
         refuse_foreign(path, [path.name])
         hint = "give the folder that holds config.json and the weights"
         raise CheckpointError(f"{path}: not a folder and no .safetensors file", hint)

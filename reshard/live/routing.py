@@ -216,7 +216,7 @@ def routes(
 ) -> Routes:
     """The plan of a push of a checkpoint's model between ranks that need not run, such as ``fsdp2:8`` and ``vllm:tp4``.
 
-    ``access`` are the fields of ``reshard.source.opening.Access``. Reads headers only. Raises ReshardError.
+    ``access`` are the fields of ``reshard.source.access.Access``. Reads headers only. Raises ReshardError.
     """
     model = headers_of(checkpoint, access).model
     return plan_push(model, trainer_state(model, target_of(source)), target_of(target), bucket=bucket)

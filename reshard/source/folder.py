@@ -12,12 +12,12 @@ from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import (
     ADAPTER_CONFIG,
     METADATA,
-    Weights,
     has_adapter,
     has_usual_weights,
     read_weights,
 )
 from reshard.formats.files.checksum import stamps_in, stamps_of
+from reshard.formats.files.containers import SAFETENSORS, Weights
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Manifest
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import is_sharded, read_manifest
@@ -137,7 +137,7 @@ class Folder:
         """Return one of its weight files. If the checksum is known and there is no header, bytes of no tensor count,
         too.
         """
-        header = self.weights(path)[2] if path.suffix == ".safetensors" else None
+        header = self.weights(path).header if SAFETENSORS.holds(path.name) else None
         name, size, expected = name_in(path, self.path), path.stat().st_size, self.checksums.get(path)
         if header is not None or expected is None:
             of_header = (header.raw, header.metadata) if header is not None else (None, {})

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from reshard.formats.errors import CheckpointError, IncompleteError, MismatchError, brief
 from reshard.formats.files.checkpoint import step_of, weight_files
 from reshard.formats.files.chunks import Chunk, read_chunks
+from reshard.formats.files.containers import SAFETENSORS, Weights
 from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Identity, Shard, read_shard
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.sharded import rank_folders
@@ -272,7 +273,7 @@ def _own_files(folder: Folder) -> list[ProgramFile]:
     if manifest is not None:
         mesh, ranks = manifest.identity.mesh, sorted(manifest.ranks.items())
         recorded = ((rank, path / record.name) for rank, records in ranks for record in records)
-        weights = ((rank, file) for rank, file in recorded if file.suffix == ".safetensors" and file.is_file())
+        weights = ((rank, file) for rank, file in recorded if SAFETENSORS.holds(file.name) and file.is_file())
         return [ProgramFile(file, rank, 0, mesh.size, None, mesh) for rank, file in weights]
     for file in (file for rank_folder in rank_folders(path) for file in glob(rank_folder, "*.safetensors")):
         header = folder.weights(file)[2]
@@ -291,7 +292,7 @@ def read_shards(folder: Folder, files: Sequence[ProgramFile], expected: Identity
     """
     shards, where = list[Shard](), MANIFEST
     for file in files:
-        tensors, _, header = folder.weights(file.path) if file.path.suffix == ".safetensors" else ({}, {}, None)
+        tensors, _, header = folder.weights(file.path) if SAFETENSORS.holds(file.path.name) else Weights({})
         if header is None or METADATA_KEY not in header.metadata:
             continue
         shard = read_shard(header.metadata, file.path)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import has_usual_weights, open_checkpoint
+from reshard.formats.files.containers import SAFETENSORS
 from reshard.formats.files.fingerprint import samples
 from reshard.formats.files.safetensors import MAX_HEADER
 from reshard.formats.files.sharded import is_sharded
@@ -118,7 +119,7 @@ def with_headers(store: RangeStore, folder: Path, *, sampled: bool) -> RangeStor
     remotes = {
         name: content
         for name, content in store.files.items()
-        if isinstance(content, Remote) and name.endswith(".safetensors")
+        if isinstance(content, Remote) and SAFETENSORS.holds(name)
     }
     if not remotes:
         return store

@@ -21,6 +21,7 @@ from reshard.formats.files.checkpoint import (
     refuse_foreign,
     step_of,
 )
+from reshard.formats.files.containers import is_read_by_ranges, is_weights
 from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.files.side_files import NAMING, is_side_file, named_files
 from reshard.formats.mesh import RANK_FOLDER
@@ -65,8 +66,6 @@ class HubAccess:
     quiet: bool = False
 
 
-_BY_RANGES = (".safetensors", ".distcp", ".pt", ".pth")
-"""The files that are read by ranges: they say at their ends where tensors lie, or ``.metadata`` does."""
 _FOR_HEADERS = ("config.json", "params.json", ".index.json", DELTA, METADATA, *TRACKERS)
 """The endings of small files that are enough to plan."""
 _OF_RANKS = (".json", METADATA, *TRACKERS)
@@ -82,7 +81,7 @@ def side_files(sizes: Mapping[str, int], read: Callable[[str], bytes | None]) ->
     side = {name for name in sizes if is_side_file(name, named, sizes[name])} | (ours & {*names})
     if is_split:
         small = {*recorded(read)} | {name for name in names if name.endswith(_OF_RANKS)}
-        side |= {name for name in names if name in small and not name.endswith(_BY_RANGES)}
+        side |= {name for name in names if name in small and not is_read_by_ranges(name)}
     return sorted(side)
 
 
@@ -96,7 +95,7 @@ def weight_files(listing: Iterable[str], folder: FilePath) -> list[str]:
     """
     names, is_split, indices = _belonging(listing)
     if is_split:
-        return sorted(name for name in names if name.endswith(_BY_RANGES))
+        return sorted(name for name in names if is_read_by_ranges(name))
     if METADATA in names:
         return _saved(names)
     tensors = [name for name in names if name.endswith(".safetensors")]
@@ -190,8 +189,8 @@ def select(
     if not weights:
         what = "no .safetensors, pytorch_model*.bin or consolidated.*.pth at its top"
         raise CheckpointError(f"{name} holds no checkpoint: {what}", hint)
-    ranged = [file for file in weights if file.endswith(_BY_RANGES)]
-    small = [file for file in weights if not file.endswith((*_BY_RANGES, ".bin"))]  # such as .metadata
+    ranged = [file for file in weights if is_read_by_ranges(file)]
+    small = [file for file in weights if not is_weights(file)]  # such as .metadata
     if scope is Weights.FILES or not ranged or len(ranged) + len(small) < len(weights):
         return folder, side, weights, False
     if small:

@@ -21,9 +21,10 @@ from reshard.formats.documents import json_bytes
 from reshard.formats.errors import PlanError, brief
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG, METADATA, MODEL
 from reshard.formats.files.chunks import Chunk, chunks_metadata, whole_shape
+from reshard.formats.files.containers import CHUNKS, SAFETENSORS, Around, container_of
 from reshard.formats.files.layout import Layout, Tensor
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Identity
-from reshard.formats.files.safetensors import DTYPE_BITS, build_safetensors, tensor_bytes
+from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format, Settings
@@ -175,14 +176,11 @@ class Output:
 
     def _layout(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
         """The layout of a file of these tensors, in the container that its name tells."""
-        if name.endswith(".distcp"):
+        container, of = container_of(name), self.format.container
+        if container is CHUNKS:
             return self._chunks_of(name, rank, tensors)
-        if name.endswith((".pth", ".pt")):
-            from reshard.formats.files.torch_archive import build_archive  # rarely needed
-
-            inside, entries = self.format.container.inside, self.format.container.entries
-            return build_archive(tensors, inside, entries, is_single=self.format.files.is_single)
-        return build_safetensors(tensors, self._metadata(rank, tensors))
+        metadata = self._metadata(rank, tensors) if container is SAFETENSORS else {}
+        return container.build(tensors, Around(metadata, of.inside, of.entries, self.format.files.is_single))
 
     def _metadata(self, rank: int, tensors: Sequence[Tensor]) -> dict[str, str]:
         if self.format is HUGGING_FACE:
@@ -208,7 +206,7 @@ class Output:
             if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
-            layout = build_safetensors(tensors, {"format": "pt"})
+            layout = SAFETENSORS.build(tensors, Around({"format": "pt"}))
             yield FilePlan(INTACT_FILE, INTACT_RANK, layout, tensors=tensors)
 
     # ------------------------------------------------------------------------------- a training program's checkpoint
@@ -248,7 +246,7 @@ class Output:
 
     def _chunks_of(self, name: str, rank: int, tensors: Sequence[Tensor]) -> Layout:
         """The layout of a file of chunks; those of stacked tensors are chunks of one larger tensor."""
-        from reshard.formats.files.dcp import Blob, build_chunks  # rarely needed
+        from reshard.formats.files.dcp import Blob  # rarely needed
 
         training, state, chunks, contents = self._training, self._state, [], dict[str, bytes]()
         entries = list[tuple[str, str, Chunk | None]]()
@@ -268,7 +266,7 @@ class Output:
                 dtype = training.saved.tensors[key].dtype if training is not None and chunk is not None else ""
                 entries.append((key, dtype, chunk))
                 contents[f"{len(contents)} {key}"] = content
-        laid = build_chunks(chunks, contents)
+        laid = CHUNKS.build(chunks, Around(objects=contents))
         for (key, dtype, chunk), place in zip(entries, laid.ranges.values(), strict=True):
             blob = Blob(Path(name.rpartition("/")[2]), *place)
             if chunk is None:

@@ -21,12 +21,12 @@ from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.dcp import (
     METADATA,
     Blob,
-    build_chunks,
     build_metadata,
     object_bytes,
     read_distributed,
 )
 from reshard.formats.files.layout import Crc
+from reshard.formats.files.torch_archive import build_chunks
 from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

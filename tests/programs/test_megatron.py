@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from reshard.api import inspect, merge, split
 from reshard.formats.errors import PlanError, ReshardError
 from reshard.formats.files.chunks import Chunk
-from reshard.formats.files.dcp import Blob, build_chunks, build_metadata, read_distributed
+from reshard.formats.files.dcp import Blob, build_metadata, read_distributed
 from reshard.formats.files.safetensors import read_header
+from reshard.formats.files.torch_archive import build_chunks
 from reshard.formats.notation.format_file import all_formats
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact

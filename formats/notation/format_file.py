@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ from reshard.formats.notation.format import (
     of_types,
 )
 from reshard.formats.notation.tables import version_of
+from reshard.formats.plugins import plugins
 
 FOLDER = Path(__file__).parents[1] / "adapters"
 
@@ -130,7 +132,7 @@ def adapter_format(name: str) -> AdapterFormat:
     """The format of adapters of this name, which is one of ``adapter_format_names``."""
     path = FOLDER / f"{name}.toml"
     try:
-        return record(partial(structure, AdapterFormat, name=name))(_with_base(path, FOLDER), "")
+        return record(partial(structure, AdapterFormat, name=name))(_with_base(path, [FOLDER]), "")
     except Unfit as error:
         raise PlanError(f"{path}: {error}") from None
 
@@ -164,7 +166,7 @@ def format_of(name: str) -> Format:
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
             raise PlanError(f"unknown format '{name}'", hint)
-        READ[name] = read_format(PROGRAMS / f"{name}.toml")
+        READ[name] = read_format(_file_of(name, _folders()))
     return READ[name]
 
 
@@ -175,8 +177,23 @@ def format_to_write(name: str | None) -> Format:
 
 @cache
 def format_names() -> Sequence[str]:
-    """The names of all formats, sorted."""
-    return sorted(path.stem for path in PROGRAMS.glob("*.toml"))
+    """The names of all formats, sorted. Raises PlanError if a package has one of a name that is taken."""
+    names = sorted(path.stem for folder in _folders() for path in folder.glob("*.toml"))
+    for name in (name for name, following in pairwise(names) if name == following):
+        raise PlanError(f"two formats are called '{name}'", "remove the package that has the second")
+    return names
+
+
+def _folders() -> list[Path]:
+    """The folders of formats: the built-in ones, and those of packages (entry points ``reshard.formats``)."""
+    return [PROGRAMS, *(Path(package.__file__).parent for package in plugins("formats").values())]
+
+
+def _file_of(name: str, folders: Sequence[Path]) -> Path:
+    """The file of a name in the first folder that has one."""
+    return next(
+        (file for folder in folders if (file := folder / f"{name}.toml").is_file()), folders[0] / f"{name}.toml"
+    )
 
 
 def names_to_write() -> Sequence[str]:
@@ -193,24 +210,24 @@ def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:
     Raises PlanError that names the file and what is wrong in it.
     """
     try:
-        document = _with_base(path, PROGRAMS)
+        document = _with_base(path, [path.parent, PROGRAMS])
         types = document.pop("types", None)
         if table is None and types is not None:
-            table = json.loads((PROGRAMS / text(types, "types")).read_text(encoding="utf-8"))
+            table = json.loads((path.parent / text(types, "types")).read_text(encoding="utf-8"))
         of_some = record(_of_types)(dict(table or {}), "")
         return record(lambda fields: _format(path.stem, fields, *of_some))(document, "")
     except (NotationError, ValueError) as error:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _with_base(path: Path, folder: Path) -> dict[str, Any]:
+def _with_base(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     """A file's parsed form with what it takes over from its ``base``, table by table. Its own lines stand before those
     of the base.
 
     A key that is ``false`` is taken away. Raises NotationError for one in a table that the base does not have.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
-    below = _with_base(folder / f"{document.pop('base')}.toml", folder) if "base" in document else {}
+    below = _with_base(_file_of(document.pop("base"), folders), folders) if "base" in document else {}
     for name, stated in document.items():
         if not isinstance(stated, dict):
             continue

@@ -28,6 +28,7 @@ from reshard.formats.documents import (
 )
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.notation.expressions import Expression
+from reshard.formats.plugins import plugins
 from reshard.formats.quantization.companions import (
     OF_ACTIVATIONS,
     OF_KEYS,
@@ -158,11 +159,12 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     if not settings:
         return _scheme("ascend", {})
     method = method_of(settings)
-    if method not in _METHODS:
+    scheme = _METHODS.get(method) or plugins("quantizations").get(method)
+    if scheme is None:
         return Scheme({})
     check_settings(settings, method)
     try:
-        return _METHODS[method](settings)
+        return scheme(settings)
     except NotationError as error:
         raise PlanError(f"config.json, quantized by '{method}': {error.message}", error.hint) from None
 
@@ -178,7 +180,7 @@ def unknown_method(config: Mapping[str, Any], tensor: str) -> str | None:
     settings = quantization_settings(config)
     method = method_of(settings)
     if method:
-        return None if method in _METHODS else f"'{method}'"
+        return None if method in _METHODS or method in plugins("quantizations") else f"'{method}'"
     mlx = config.get("quantization")
     if any(isinstance(place, Mapping) and {"bits", "group_size"} <= place.keys() for place in (settings, mlx)):
         return "MLX"

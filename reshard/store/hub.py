@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.hub_cache import begun_bytes, cache_of
+from reshard.formats.plugins import plugins
 from reshard.store.bucket import fetch_stored
 from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
 from reshard.store.remote import (
@@ -146,6 +147,8 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
         where = "at a URL" if is_elsewhere else "on this machine"
         message = f"{source} is {where}: there is no revision {access.revision} of it"
         raise CheckpointError(message, "leave out --revision")
+    if (scheme := source.partition("://")[0]) != source and scheme in plugins("stores"):
+        return RangeStore(source, plugins("stores")[scheme](source))
     if is_elsewhere:
         return fetch_stored(source, weights, assets_folder(access.cache_dir))
     if os.path.lexists(path) and path.is_symlink():

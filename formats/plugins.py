@@ -1,4 +1,4 @@
-"""What other packages add: entry points in the groups ``reshard.formats``, ``reshard.containers`` and so on."""
+"""Additions of other packages: entry points in the groups ``reshard.formats``, ``reshard.containers`` and so on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.formats.errors import PlanError
 
 @cache
 def plugins(kind: str) -> Mapping[str, Any]:
-    """What packages add of a kind, by its name there. Raises PlanError for one that cannot be imported."""
+    """The additions of a kind, by their names. Raises PlanError for one that cannot be imported."""
     from importlib.metadata import entry_points  # slow, and rarely needed
 
     found = dict[str, Any]()

@@ -31,7 +31,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around the tensors of a file. A container takes what it has a place for."""
+    """Contents of a file besides its tensors. A container takes those that it has a place for."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The metadata of a header."""

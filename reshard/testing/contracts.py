@@ -1,4 +1,4 @@
-"""What each kind of addition promises, as tests."""
+"""The promises of each kind of addition, as tests."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ GRADIENTS = ("tests/verify/test_forward.py::test_gradients_are_those_of_the_orig
 UNEVEN = ("tests/mesh/test_uneven.py",)
 COMMANDS = ("tests/verify/test_cli.py",)
 VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
-PROFILE = ("tests/verify/test_profile.py",)
+PROFILE = ("tests/profile/test_profile.py",)
 WITNESS = ("tests/live/test_witness.py",)
 RECEIVER = ("tests/live/test_vllm_engine.py",)
 ROUTES = ("tests/live/test_combinations.py",)
@@ -231,7 +231,7 @@ MUTATIONS = (
     Mutation("verify/rank", "self._turns.is_alone = self.rank == 0", "pass", LAUNCHES),
     Mutation("verify/rank", "PyThreadState_SetAsyncExc(ident, over)", "PyThreadState_Check(None)", LAUNCHES),
     Mutation("verify/rank", "= self._failure or (rank, error)", "= (rank, error)", LAUNCHES),
-    Mutation("verify/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
+    Mutation("reshard/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
     # live: the plan of a push
     Mutation("reshard/live", "int(place) * stride for", "int(place) for", ROUTES),
     Mutation("reshard/live", "first(at.holder, number) + at.base", "first(at.holder, number)", ROUTES),

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from reshard.formats.errors import SettingError as SettingError
     from reshard.live.meshes import Target as Target
     from reshard.live.state_dict import state_dict as state_dict
+    from reshard.profile.api import profile as profile
     from reshard.verify.api import verify as verify
-    from reshard.verify.profile.api import profile as profile
 
 _PLACES = {
     **dict.fromkeys(("average", "diff", "inspect", "load", "merge"), "reshard.api"),
     **dict.fromkeys(("patch", "plan", "rank_config", "slices", "split", "tensors"), "reshard.api"),
-    "profile": "reshard.verify.profile.api",
+    "profile": "reshard.profile.api",
     "verify": "reshard.verify.api",
     "live": "reshard.live",
     "state_dict": "reshard.live.state_dict",
@@ -56,10 +56,10 @@ __all__ = sorted(_PLACES)
 
 
 class _Package(ModuleType):
-    """``reshard.verify`` is the function, also after a module of the package ``reshard.verify`` was imported."""
+    """``reshard.verify`` is the function, also after a module of that package was imported; so is ``profile``."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name != "verify" or not isinstance(value, ModuleType):
+        if name not in ("verify", "profile") or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 

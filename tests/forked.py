@@ -33,7 +33,7 @@ def begin_fork_server() -> None:
         "pytest",
         "torch.distributed.device_mesh",
         "reshard.verify.forward.shards",
-        "reshard.verify.profile.rank",
+        "reshard.profile.rank",
     )
     multiprocessing.set_forkserver_preload([*preloaded])
     forkserver.ensure_running()

@@ -18,19 +18,19 @@ FILES = {
     for package, folder in PACKAGES.items()
     for file in (ROOT / folder).rglob("*.py")  # it follows no links
 }
-COMMAND_LINES = ("reshard.live.cli", "reshard.verify.cli", "reshard.verify.profile.cli")
+COMMAND_LINES = ("reshard.live.cli", "reshard.profile.cli", "reshard.verify.cli")
 """Those of rooms that ``reshard.cli`` names in its table, and imports when they are asked for."""
 STARTS = ("__main__", "reshard")
 OWN = "reshard but reshard.formats but reshard.verify"
 NEVER = [
     ("reshard.formats", "reshard but reshard.formats"),
     (f"reshard but reshard.cli{''.join(f' but {each}' for each in COMMAND_LINES)}", "reshard.cli"),
-    ("reshard but reshard.verify", "reshard.verify"),
+    ("reshard but reshard.verify but reshard.profile", "reshard.verify"),
     ("reshard but reshard.live", "reshard.live"),
+    ("reshard but reshard.profile", "reshard.profile"),
     *((f"reshard.{room}", "reshard.text") for room in ("model", "mesh", "placement", "source", "move", "publishing")),
     ("reshard.verify", "reshard.api"),
     ("reshard.verify", "reshard.commands but reshard.commands.fields"),
-    ("reshard.verify but reshard.verify.profile", "reshard.verify.profile"),
     ("reshard.verify.rank", "reshard.verify but reshard.verify.rank"),
     ("reshard.verify.loader but reshard.verify.loader.ask", "reshard but reshard.verify.loader"),
 ]
@@ -46,7 +46,7 @@ UNREACHED = [
     *((each, name) for each in COMMAND_LINES for name in ("torch", "numpy")),
     ("reshard.verify.bytes", "torch"),
     ("reshard.verify.api", "torch"),
-    ("reshard.verify.profile.api", "torch"),
+    ("reshard.profile.api", "torch"),
     ("reshard.live.routing", "torch"),
     ("reshard.verify", "reshard.live"),
     ("reshard.verify.loader.ask", "torch"),
@@ -122,6 +122,7 @@ def test_no_rooms_import_each_other(package: str) -> None:
 
 
 ORDER = [
+    "profile",
     "live",
     "cli",
     "commands",

@@ -16,11 +16,11 @@ from reshard.commands.plan import PlanRequest
 from reshard.commands.split import PatchRequest, SplitRequest
 from reshard.formats.errors import CheckpointError, redacted
 from reshard.live.process import Meeting
+from reshard.profile.job import ProfileRequest
 from reshard.source.access import Access
 from reshard.store.bucket import Bucket
 from reshard.store.hub import _Request
 from reshard.verify.command import VerifyRequest
-from reshard.verify.profile.job import ProfileRequest
 from tests.marks import thorough
 from tests.stores.store_server import StoreServer, status, upload
 from tests.support import command, write_checkpoint

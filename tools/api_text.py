@@ -18,7 +18,7 @@ from reshard.commands.inspect import Report
 from reshard.commands.load import Slice
 from reshard.commands.plan import PlanAnswer
 from reshard.delta.differences import Diff
-from reshard.verify.profile.words import Profile
+from reshard.profile.words import Profile
 from reshard.verify.report.answer import Answer
 from reshard.writing.summary import Summary
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "models": ("reshard.cli.models:models_command", "List the model types that can be split."),
     "formats": ("reshard.cli.formats:formats_command", "List the formats of engines and trainers."),
     "plan": ("reshard.cli.plan:plan_command", "Show which degrees are possible, and what a rank would hold."),
-    "profile": ("reshard.verify.profile.cli:profile_command", "Measure which degree is fast on this node."),
+    "profile": ("reshard.profile.cli:profile_command", "Measure which degree is fast on this node."),
     "split": ("reshard.cli.split:split_command", "Split a checkpoint, re-split it, or convert it."),
     "verify": ("reshard.verify.cli:verify_command", "Prove that shards are the same model as the original."),
     "diff": ("reshard.cli.diff:diff_command", "Show which tensors of two checkpoints differ."),

@@ -72,7 +72,7 @@ def run_rank(jobs: list[tuple[Path, dict[str, str]]]) -> list[tuple[torch.Tensor
 @pytest.mark.parametrize("degree", NAMES)
 @thorough
 def test_transformers_computes_the_same_with_the_plan(degree: int) -> None:
-    from reshard.verify.profile.processes import run_processes
+    from reshard.profile.processes import run_processes
 
     folders = [checkpoint(name) for name in NAMES[degree]]
     jobs = [(folder, dict(plan_of(folder, degree).styles)) for folder in folders]

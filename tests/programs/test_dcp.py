@@ -23,8 +23,8 @@ from reshard.formats.files.dcp import read_distributed
 from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation.format_file import format_of
 from reshard.placement import geometry
+from reshard.profile.processes import run_processes
 from reshard.source.training import Affix, parts_of
-from reshard.verify.profile.processes import run_processes
 from tests import store
 from tests.formats.test_dcp import Pieces, halves, save
 from tests.marks import of_ranks, one_of_each

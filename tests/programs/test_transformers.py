@@ -17,8 +17,8 @@ from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation.format_file import format_of
+from reshard.profile.processes import run_processes
 from reshard.verify.bytes.exact import verify_exact
-from reshard.verify.profile.processes import run_processes
 from tests import store
 from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import command, contents

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.formats.mesh import mesh_of
+from reshard.profile.processes import run_processes
 from reshard.verify.forward.launch import run_ranks
-from reshard.verify.profile.processes import run_processes
 from reshard.verify.rank.collectives import (
     Groups,
     copy_to_group,

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from reshard.api import split
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.notation.architecture_files import find_architecture
+from reshard.profile.processes import run_processes
 from reshard.source.opening import open_source
 from reshard.source.source import Source
 from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_forward
 from reshard.verify.forward.launch import run_ranks
 from reshard.verify.forward.noise import SURE
-from reshard.verify.profile.processes import run_processes
 from reshard.verify.rank.group import RankError
 from tests import store, zoo
 from tests.marks import one_of_each, thorough

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.profile import processes
+from reshard.profile.processes import run_processes
 from reshard.verify.forward.launch import DEFAULT_TIMEOUT, run_ranks
-from reshard.verify.profile import processes
-from reshard.verify.profile.processes import run_processes
 from reshard.verify.rank.collectives import copy_to_group
 from reshard.verify.rank.group import RankAnswer, RankError, say, world
 from tests.marks import of_ranks, thorough
@@ -338,7 +338,7 @@ def work(folder):
 """
 OF_PROCESSES = """
 import sys
-from reshard.verify.profile.processes import run_processes
+from reshard.profile.processes import run_processes
 from work_of_a_rank import work
 
 run_processes(work, 2, sys.argv[1])

@@ -19,9 +19,9 @@ from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.model.skeleton import skeleton
-from reshard.verify.profile.cost import memory_of
-from reshard.verify.profile.job import Job, Span, Workload, layer_kinds, with_layers
-from reshard.verify.profile.rank import Account, Meter, is_enough, run_job
+from reshard.profile.cost import memory_of
+from reshard.profile.job import Job, Span, Workload, layer_kinds, with_layers
+from reshard.profile.rank import Account, Meter, is_enough, run_job
 from tests import zoo
 from tests.support import LLAMA
 
@@ -166,7 +166,7 @@ class FakeEvent:
 def test_a_step_on_a_gpu(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans are cut where the device comes to the marks; nothing waits before the step is over."""
     gpu = FakeGpu()
-    monkeypatch.setattr(import_module("reshard.verify.profile.rank"), "stream", lambda kind: (gpu.event, gpu.wait))
+    monkeypatch.setattr(import_module("reshard.profile.rank"), "stream", lambda kind: (gpu.event, gpu.wait))
     meter = Meter(torch.device("cuda"))
     for _ in range(2):
         meter.enter("embedding")

@@ -30,7 +30,7 @@ from reshard.formats.transformers_internals import (
 )
 from reshard.mesh.plan import rank_config, with_sizes_of_whole
 from reshard.mesh.stages import is_layered
-from reshard.verify.profile.job import LayerKind
+from reshard.profile.job import LayerKind
 from reshard.verify.rank.collectives import Groups
 from reshard.verify.rank.layers import parallelise
 from reshard.verify.rank.loading import Loaded

@@ -68,22 +68,22 @@ def profile_command(report: Path | None, as_json: bool, **options: Any) -> None:
     as many ranks, with the embedding, the head and real collectives, on GPUs or on this machine's cores. The time of
     the whole model and the memory of a rank follow from that, and so does one recommended degree.
     """
+    from reshard.profile.job import ProfileRequest
     from reshard.verify.ending import one_line_when_interrupted
-    from reshard.verify.profile.job import ProfileRequest
 
     request = request_of(ProfileRequest, options, quiet=as_json)
     say: Callable[[str], None] = (lambda _: None) if as_json else print_note
     with one_line_when_interrupted(lambda: "reshard: interrupted\n"):
         say("reading config.json")
-        from reshard.verify.profile.command import profile  # it imports torch, which takes a while
+        from reshard.profile.command import profile  # it imports torch, which takes a while
 
         result = profile(request, say)
-    from reshard.verify.profile.words import document_of
+    from reshard.profile.words import document_of
 
     document = {"command": "profile", "source": result.source, **document_of(result)}
     print_answer(as_json, document, str(result))
     if report is not None:
-        from reshard.verify.profile.page import page
+        from reshard.profile.page import page
 
         write_report(report, page(document, command_line()))
         print_note(f"Drew the profile: {report}")

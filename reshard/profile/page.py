@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.pages.markup import html_page, rounded
+from reshard.profile.words import STEP, human_count, human_rate, lines_of
 from reshard.text import human_bytes, human_time
-from reshard.verify.profile.words import STEP, human_count, human_rate, lines_of
 
 Document = Mapping[str, Any]
 Numbers = tuple[Mapping[str, float], str]
@@ -23,7 +23,7 @@ def page(document: Document, line: str = "reshard profile") -> str:
     headline = f"Use tp {best}" if best else "No degree fits"
     phases = dict.fromkeys(row["phase"] for row in document["rows"])
     return html_page(
-        "reshard/verify/profile/page.html", f"{headline}: {document['source']}", line, **document,
+        "reshard/profile/page.html", f"{headline}: {document['source']}", line, **document,
         headline=headline, best=best, human_count=human_count,
         capacities=dict.fromkeys(human_bytes(row["memory"]["capacity"]) for row in document["rows"]),
         phases=[_phase(phase, [row for row in document["rows"] if row["phase"] == phase]) for phase in phases],

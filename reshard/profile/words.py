@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
+from reshard.profile.cost import Link, Recommendation, Row, Time
 from reshard.text import Result, align, human_bytes, human_time, plural
-from reshard.verify.profile.cost import Link, Recommendation, Row, Time
 
 if TYPE_CHECKING:
-    from reshard.verify.profile.job import LayerKind
-    from reshard.verify.profile.processes import Node
+    from reshard.profile.job import LayerKind
+    from reshard.profile.processes import Node
 
 STEP = {
     "decode": "one token of each sequence",

@@ -65,7 +65,7 @@ _HINTS: dict[int, str] = {
     signal.SIGABRT: "NCCL ends a rank so that waited too long: if that is only slow, allow a longer timeout.",
 }
 _SETTLE = 2.0  # seconds
-_IMPORTED = ["reshard.verify.profile.rank", "transformers.models.auto.modeling_auto"]
+_IMPORTED = ["reshard.profile.rank", "transformers.models.auto.modeling_auto"]
 
 
 def run_processes(

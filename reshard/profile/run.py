@@ -15,11 +15,11 @@ from reshard.mesh.degrees import check_degrees, refusal, valid_degrees
 from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
+from reshard.profile.cost import NotRun, recommend, whole_model
+from reshard.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
+from reshard.profile.processes import Node, run_processes
+from reshard.profile.words import Profile
 from reshard.text import human_bytes, plural
-from reshard.verify.profile.cost import NotRun, recommend, whole_model
-from reshard.verify.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
-from reshard.verify.profile.processes import Node, run_processes
-from reshard.verify.profile.words import Profile
 from reshard.verify.rank.device import count, has_bfloat16, resolve
 from reshard.verify.rank.group import MEMORY, RankError, machine_fault
 from reshard.verify.rank.roles import positions_of
@@ -124,7 +124,7 @@ def _run_what_fits(
 
     Where memory runs out nevertheless, all ranks end. The others are then run again, without what takes as much.
     """
-    from reshard.verify.profile.rank import run_job
+    from reshard.profile.rank import run_job
 
     degree, missing = plan.mesh.size, dict[Workload, NotRun]()
     for workload in request.workloads:

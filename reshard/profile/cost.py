@@ -21,8 +21,8 @@ import numpy as np
 
 from reshard.mesh.plan import Plan
 from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
+from reshard.profile.job import OUTSIDE, LayerKind, Measured, RankResult, Step, Workload
 from reshard.text import human_bytes
-from reshard.verify.profile.job import OUTSIDE, LayerKind, Measured, RankResult, Step, Workload
 
 # ------------------------------------------------------------------------------------------------- what was measured
 

@@ -26,9 +26,9 @@ from transformers import StaticCache
 from reshard.formats.errors import ReshardError
 from reshard.formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.formats.transformers_internals import quiet_transformers
+from reshard.profile.blocks import Blocks, build
+from reshard.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
 from reshard.text import human_time
-from reshard.verify.profile.blocks import Blocks, build
-from reshard.verify.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
 from reshard.verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from reshard.verify.rank.device import names, stream
 from reshard.verify.rank.gradients import sum_where_ranks_part

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from reshard.formats.errors import CheckpointError, require_transformers
+from reshard.profile.job import ProfileRequest
 from reshard.source.opening import find
 from reshard.store.selection import Weights
-from reshard.verify.profile.job import ProfileRequest
 
 if TYPE_CHECKING:
-    from reshard.verify.profile.words import Profile
+    from reshard.profile.words import Profile
 
 
 def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _: None) -> Profile:
@@ -20,8 +20,8 @@ def profile(request: ProfileRequest, progress: Callable[[str], None] = lambda _:
     Raises ReshardError.
     """
     require_transformers("profile")
-    from reshard.verify.profile.run import node_of  # torch
-    from reshard.verify.profile.run import profile as profile_folder
+    from reshard.profile.run import node_of  # torch
+    from reshard.profile.run import profile as profile_folder
 
     node = node_of(request)
     path = find(request.source, request, Weights.NONE)

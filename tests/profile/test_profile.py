@@ -23,11 +23,11 @@ from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
 from reshard.model.skeleton import skeleton
-from reshard.verify.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
-from reshard.verify.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
-from reshard.verify.profile.page import page
-from reshard.verify.profile.processes import RESERVE
-from reshard.verify.profile.run import node_of
+from reshard.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
+from reshard.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
+from reshard.profile.page import page
+from reshard.profile.processes import RESERVE
+from reshard.profile.run import node_of
 from reshard.verify.rank.group import RankError
 from tests import zoo
 from tests.marks import thorough
@@ -440,7 +440,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
         measured = Measured((step,), dict.fromkeys(parts, (1.0, 1.0)), {}, 0, {})
         return [RankResult(dict.fromkeys(job.workloads, measured), {}, "gloo", "cpu")] * degree
 
-    monkeypatch.setattr(import_module("reshard.verify.profile.run"), "run_processes", run)
+    monkeypatch.setattr(import_module("reshard.profile.run"), "run_processes", run)
     return asked
 
 

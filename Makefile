@@ -42,6 +42,7 @@ format: .venv/ready
 docs: .venv/ready
 	$(BIN)/python -m tools.config_defaults
 	$(BIN)/python -m tools.heads
+	$(BIN)/python -m tools.kept
 	$(BIN)/python -m tools.required
 	$(BIN)/python -m tools.transformers_names
 	$(BIN)/python -m tests.test_readme

@@ -9,6 +9,7 @@ import pytest
 
 from reshard.formats.notation.tables import CONFIG_DEFAULTS, HEADS
 from reshard.source.completeness import REQUIRED
+from reshard.verify.bytes.kept import KEPT
 from tools import transformers_names, vllm_names
 from tools.required import LEVELS
 from tools.tables import MADE_WITH, text_of
@@ -19,6 +20,7 @@ TABLES = {
     transformers_names.OUTPUT: ("transformers", transformers_names.LEVELS),
     REQUIRED: ("transformers", LEVELS),
     HEADS: ("transformers", {}),
+    KEPT: ("transformers", {}),
     CONFIG_DEFAULTS: ("transformers", {}),
 }
 

@@ -19,6 +19,7 @@ MADE_WITH = {
     "formats/programs/transformers.json": "names and shapes of its modules",
     "formats/config_defaults.json": "defaults of its configs",
     "formats/heads.json": "its classes with heads",
+    "verify/bytes/kept.json": "what its classes keep in float32",
     "reshard/source/required.json": "tensors that a model must have",
 }
 """Tables that say with which version they were made, and what they have of the program."""

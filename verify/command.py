@@ -17,7 +17,7 @@ from reshard.formats.documents import read_config
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError, refused, require_transformers
 from reshard.formats.files.checkpoint import has_adapter
 from reshard.formats.files.safetensors import CASTS, DTYPE_NAMES, stated_dtype
-from reshard.formats.hints import with_hint
+from reshard.formats.hints import synonym, with_hint
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.quantization.methods import quantization_settings
 from reshard.formats.store import FilePath, local_folder
@@ -26,10 +26,11 @@ from reshard.source.opening import find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import Taken, default, system_errors
-from reshard.transforms.opening import merged, open_any
+from reshard.transforms.opening import merged, open_any, with_quantized
 from reshard.verify.bytes.comparison import Progress, no_progress
 from reshard.verify.bytes.exact import compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
+from reshard.verify.bytes.kept import is_known, is_quantized, stays_float32
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.bytes.structure import Structure
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
@@ -138,8 +139,9 @@ def _prove(answer: Answer, request: VerifyRequest, display: Display, crew: Crew 
     if answer.exit_code == 1:
         answer.notes += _advice(original, place, shards, structure)
     if isinstance(shards, Source) and answer.exact is not None:
-        chosen = next((name for name in ("quantize", "dtype") if getattr(request, name)), None)
-        answer.evidence = [*evidence_of(answer, original, shards, chosen)]
+        is_split_word = request.dtype is not None and not is_known(original.model.config)
+        sizes = structure.sizes_of_split if isinstance(structure, Structure) else ()
+        answer.evidence = [*evidence_of(answer, original, shards, "dtype" if is_split_word else None, sizes)]
     if answer.loader is not None and answer.loader.unchecked is not None:
         raise UncheckedFormatError(answer.loader.unchecked)
     if request.loader is not None and answer.loader is None and isinstance(shards, ExactReport):
@@ -298,13 +300,13 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
     is_run = not request.exact_only or request.engine is not None or request.loader is not None
     weights = Weights.FILES if is_run or request.download else Weights.RANGES
     try:
-        original = open_any(request.original, replace(request, dtype=None), weights)
+        original = open_any(request.original, replace(request, dtype=None, quantize=None), weights)
+        if request.quantize is not None:
+            original = _quantized(original, request.quantize, _plan_file(request))
         if original.is_split and original.checkpoint is None:
             original = merged(original, _plan_file(request))
         if request.dtype is not None:
-            from reshard.transforms.cast import cast  # numpy
-
-            original = cast(original, str(request.dtype))
+            original = _cast(original, str(request.dtype))
     except PlanError as error:
         if request.plan_file is not None:
             raise
@@ -312,6 +314,22 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
         raise PlanError(error.message, with_hint(hint, error.hint or "")) from error
     place = find(request.shards, replace(request, revision=None), weights)
     return original, place, open_shards(place, original, plan_file=_plan_file(request))
+
+
+def _quantized(original: Source, name: str, plan_file: Path | None) -> Source:
+    """The original, of which verify says itself what is quantized."""
+    from reshard.transforms.quantize import quantize  # numpy
+
+    quantized = quantize(original, name, lambda tensor: None if is_quantized(tensor) else "the rest")
+    return with_quantized(original, quantized, original, plan_file)
+
+
+def _cast(original: Source, name: str) -> Source:
+    """The original in another dtype; of known types verify says itself what stays in float32."""
+    from reshard.transforms.cast import cast  # numpy
+
+    config = original.model.config
+    return cast(original, name, stays_float32(config, synonym(name)) if is_known(config) else None)
 
 
 def _plan_file(access: Access) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,23 +21,25 @@ from reshard.text import plural
 from reshard.transforms.tensors import changed, tensors_of
 
 
-def cast(source: Source, name: str) -> Source:
+def cast(source: Source, name: str, stays: Callable[[str], bool] | None = None) -> Source:
     """A source whose model has the weights in the dtype of this name, and those that stay as they are.
 
-    Quantized weights, their scales and integers stay, and what the architecture's file keeps in float32. The dtype in
-    config.json follows. Raises SettingError for another name.
+    Quantized weights, their scales and integers stay, and of the tensors to be narrowed those of which ``stays`` says
+    so, by default what the architecture's file keeps in float32. The dtype in config.json follows. Raises SettingError
+    for another name.
     """
     dtype = CASTS.get(word := synonym(str(name)))
     if dtype is None:
         raise refused("dtype", str(name), f"the dtypes are {', '.join(CASTS)}")
     model, config = source.model, _restated(source.model.config, DTYPE_NAMES[dtype])
     dtypes = {tensor.name: tensor.dtype for tensor in model.tensors}
+    stays = stays or (lambda name: model.architecture.stays_float32(name, model.sizes.settings, word))
     new, stay, quantized = dict[Kind, Kind](), dict[str, int](), False
     for kind in model.kinds:
         if model.sizes.scheme.companion(kind.name, kind.dtype, dtypes) is not None:
             quantized = True
         elif kind.dtype in DTYPE_NAMES and kind.dtype != dtype:
-            if dtype != "F32" and model.architecture.stays_float32(kind.name, model.sizes.settings, word):
+            if dtype != "F32" and stays(kind.name):
                 stay[kind.template] = stay.get(kind.template, 0) + kind.count
             else:
                 new[kind] = replace(kind, dtype=dtype)

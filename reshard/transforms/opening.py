@@ -27,6 +27,7 @@ from reshard.store.weight_sets import sets_in
 if TYPE_CHECKING:
     from reshard.formats.files.safetensors import TensorInfo
     from reshard.store.range_store import RangeStore
+    from reshard.transforms.quantize import Quantized
 
 
 def open_any(source: Place, access: Access, weights: Weights = Weights.RANGES) -> Source:
@@ -151,14 +152,19 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     if access.quantize is not None:
         from reshard.transforms.quantize import quantize  # numpy
 
-        quantized = quantize(opened, access.quantize)
-        note = _joined(opened.note, quantized.note, opened.names_of and "names are the published ones")
-        opened = replace(transformed(quantized.store), note=note, error=quantized.error, was_named=None)
+        opened = with_quantized(opened, quantize(opened, access.quantize), first, access.plan_file)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 
         opened = cast(opened, access.dtype)
     return opened
+
+
+def with_quantized(source: Source, quantized: Quantized, first: Source, plan_file: Path | None = None) -> Source:
+    """The source with its weights quantized; ``first`` is the source as it was opened."""
+    note = _joined(source.note, quantized.note, source.names_of and "names are the published ones")
+    opened = _transformed(quantized.store, first, plan_file)
+    return replace(opened, note=note, error=quantized.error, was_named=None)
 
 
 def merged(source: Source, plan_file: Path | None = None) -> Source:

@@ -92,8 +92,13 @@ class Quantized(NamedTuple):
     error: Callable[[], tuple[str, float] | None]
 
 
-def quantize(source: Source, name: str) -> Quantized:
-    """A checkpoint as if its weights were in fp8 blocks.
+def _stays(name: str) -> str | None:
+    """Return what a tensor is that stays as it is."""
+    return next((what for part, what in what_stays()[0].items() if part in name), None)
+
+
+def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _stays) -> Quantized:
+    """A checkpoint as if its weights were in fp8 blocks, all matrices but those of which ``stays`` says what they are.
 
     Raises SettingError for another name than ``fp8-block``, CheckpointError if it is quantized already, and PlanError
     for a model of which it is not known what stays, and for experts in one tensor.
@@ -102,7 +107,7 @@ def quantize(source: Source, name: str) -> Quantized:
         raise refused("quantize", str(name), f"the form is {NAME}")
     if ADAPTER in source.model.config:
         raise refused("quantize", name, "an adapter keeps its dtypes", advice="give it as you merge the adapter")
-    config, stays = source.model.config, what_stays()[0]
+    config = source.model.config
     if is_quantized(source):
         raise CheckpointError(f"{source.path} is quantized already", "--dequantize makes BF16 of fp8 first")
     shown_by = what_stays()[1].get(type_of := str(config.get("model_type")))
@@ -112,15 +117,14 @@ def quantize(source: Source, name: str) -> Quantized:
             f"the types are {', '.join(what_stays()[1])}",
         )
     contents, lost, modules = dict[str, Tensor](), dict[str, NDArray[np.float64]](), list[str]()
-    stay = dict.fromkeys(stays.values(), 0)
+    stay = dict.fromkeys(what_stays()[0].values(), 0)
     for key, tensor in tensors_of(source).items():
         contents[key] = tensor
         if len(tensor.shape) < 2:
             continue
-        kept = next((what for part, what in stays.items() if part in key), None)
-        if kept is not None:
+        if (kept := stays(key)) is not None:
             modules.append(key.removesuffix(".weight"))
-            stay[kept] += 1
+            stay[kept] = stay.get(kept, 0) + 1
         elif len(tensor.shape) != 2 or not key.endswith(".weight") or tensor.dtype not in CODES:
             what = f"tensor '{key}' ({tensor.dtype}, {list(tensor.shape)})"
             why = "published fp8 checkpoints have a matrix for each expert" if len(tensor.shape) == 3 else "no weight"

@@ -24,6 +24,7 @@ from reshard.source.source import Source
 from reshard.verify.bytes import folder
 from reshard.verify.bytes.blocks import owners
 from reshard.verify.bytes.exact_report import ConfigDifference, config_differences
+from reshard.verify.bytes.sizes import sizes_of
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Structure:
     ``arrangement`` is the original's on the shards' mesh. ``comparable`` has, for each stored tensor, the ranks (or
     files with chunks) whose part has the planned dtype and shape. ``not_compared`` has files that cannot be checked,
     ``of_any_mesh`` says that the files have no mesh. ``other_dtypes`` are those that tensors have instead of
-    planned ones.
+    planned ones, ``sizes_of_split`` the settings of ranks that split alone knows.
     """
 
     original: Source
@@ -47,6 +48,7 @@ class Structure:
     of_any_mesh: bool = False
     not_compared: list[str] = field(default_factory=list)
     other_dtypes: set[str] = field(default_factory=set)
+    sizes_of_split: set[str] = field(default_factory=set)
 
     @property
     def differences(self) -> dict[str, Any]:
@@ -132,6 +134,17 @@ class Structure:
                 self.problems.append(error.message)
             else:
                 self.configs += config_differences(name, should, stored)
+                if name.endswith(f"/{CONFIG}"):
+                    self._check_sizes(name, stored)
+
+    def _check_sizes(self, name: str, config: Mapping[str, Any]) -> None:
+        """Compare the sizes in a rank's config.json with its tensors."""
+        mesh, whole = self.arrangement.plan.mesh, self.original.ranks[0]
+        rank = next(rank for rank in range(mesh.size) if name == f"{mesh.folder(rank)}/{CONFIG}")
+        shapes = ({tensor: info.shape for tensor, info in infos.items()} for infos in (whole, self.shards.ranks[rank]))
+        wrong, unknown = sizes_of(self.original.read_config(), config, *shapes)
+        self.problems += [f"{self.shards.path / name}: {text}" for text in wrong]
+        self.sizes_of_split |= unknown
 
     def _check_identity(self) -> None:
         """Compare source and sizes in the headers. (The plan may differ, if its result is the same.)"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from reshard.formats.notation.heads import class_of
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from reshard.verify.report.answer import Answer
 
 
-def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | None = None) -> Iterator[str]:
+def evidence_of(
+    answer: Answer, original: Source, shards: Source, chosen: str | None = None, sizes: Collection[str] = ()
+) -> Iterator[str]:
     """Each part of the proof with what it takes for true, in words that go on after 'It rests on'.
 
-    ``chosen`` is the setting by which split changed some weights, and left others alone.
+    ``chosen`` is the setting by which split alone says what it leaves alone, ``sizes`` are the settings of ranks that
+    split alone knows.
     """
     name = original.model.architecture.name
     by = f"the plan {answer.plan.name}" if answer.plan is not None else f"the built-in rules of '{name}'"
@@ -31,7 +34,7 @@ def evidence_of(answer: Answer, original: Source, shards: Source, chosen: str | 
     else:
         yield "no forward pass"
         if shards.stated is not None:
-            yield "ranks' sizes from split"
+            yield f"ranks' sizes {'from split' if sizes else 'as their tensors have them'}"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 

@@ -80,6 +80,8 @@ class RangeStore(Store):
             return content[begin:end]
         if isinstance(content, FilePath):
             return read_ranges([(content, begin, end)])[0]
+        if not content.over_network(content.size):  # threads that compute would wait for each other
+            return self._fetch(file, begin, end)
         ranges = self.cached.get(file, {})
         first = begin if begin in ranges else 0
         whole = ranges.get(first, b"")

@@ -30,8 +30,8 @@ from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, com
 
 NAME = "fp8-block"
 """The form's name, as in ``--quantize fp8-block``."""
-_CODES = ArrayCache(32 << 20)
-"""Rows of blocks that were computed last: the next range may begin within one."""
+_CODES = ArrayCache(8 << 20)
+"""Rows of blocks in which the last ranges ended: the next one may begin there."""
 
 
 def in_blocks(name: str, tensor: Tensor, lost: NDArray[np.float64]) -> tuple[Content, Content]:
@@ -63,9 +63,11 @@ def in_blocks(name: str, tensor: Tensor, lost: NDArray[np.float64]) -> tuple[Con
             return row
 
         def row(number: int) -> NDArray[np.uint8]:
+            if begin <= number * width and (number + 1) * width <= end:
+                return make(number)
             return _CODES.get((arithmetic.codes, codes, number), partial(make, number))
 
-        return _of_rows(columns * BLOCK, begin, end, row)
+        return _of_rows(width := columns * BLOCK, begin, end, row)
 
     what = name, dtype, rows, columns
     return computed(codes, (weight,), what), computed(scales, (weight,), what)

@@ -17,6 +17,8 @@ from reshard.formats.notation.adapters import SETTINGS
 from reshard.formats.quantization.fp8 import codes_of, scales_of, what_stays
 from reshard.source.access import Access
 from reshard.source.opening import open_source
+from reshard.store import range_store
+from reshard.store.threads import ArrayCache
 from reshard.transforms.opening import open_any
 from reshard.transforms.quantize import quantize
 from reshard.verify.api import verify
@@ -199,6 +201,18 @@ def test_one_rank_in_memory() -> None:
     found, should = load(model(), tp=2, rank=1, quantize="fp8-block"), load(full(), tp=2, rank=1)
     assert found.keys() == should.keys()
     assert all(torch.equal(found[name].view(torch.uint8), should[name].view(torch.uint8)) for name in should)
+
+
+def test_memory_is_for_what_is_computed_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No threads compute the samples that identify it, and only rows of blocks that a range cuts are kept."""
+    kept = ArrayCache(1 << 20)
+    monkeypatch.setattr(range_store, "Threads", None)
+    monkeypatch.setattr("reshard.transforms.quantize._CODES", kept)
+    source = open_any(model(), Access(quantize="fp8-block"))
+    assert source.record.id
+    kept._arrays.clear()
+    whole = [file.remote.read(0, file.size) for file in source.files.values() if file.remote is not None]
+    assert whole and not kept._arrays
 
 
 def test_a_cast_is_of_what_stays(tmp_path: Path) -> None:

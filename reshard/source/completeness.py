@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -341,7 +342,8 @@ class Present:
         self.model, self.architecture, self.sizes = model, model.architecture, model.sizes
         self.known = known or _known_of(model)
         self.dealt = self.architecture.dealt - {*self.architecture.pad}
-        self.is_dealt, self.counts = cache(self._is_dealt), cache(self._counts)
+        own = weakref.proxy(self)  # a cycle would keep the places of all tensors until Python looks for garbage
+        self.is_dealt, self.counts = cache(partial(Present._is_dealt, own)), cache(partial(Present._counts, own))
         self.lines: dict[str, dict[At, list[BoundTensor]]] = {}
         line_of: dict[Kind, dict[At, list[BoundTensor]]] = {}
         for kind in model.kinds:

@@ -119,6 +119,7 @@ class Output:
         self._chunks: dict[str, tuple[str, list[tuple[Chunk, Blob]]]] = {}
         self._objects: dict[str, Blob] = {}
         self.rank_files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
+        self._last = list[Tensor]()
         if is_restored:
             self.rank_files[0] = self._restored()
         for number in range(0 if is_restored else self.arrangement.ranks):
@@ -154,6 +155,9 @@ class Output:
         stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
         tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
                    for stored, shape in stored_shapes]  # fmt: skip
+        if tensors == self._last:  # ranks that hold alike share the records: there may be a million
+            tensors = self._last
+        self._last = tensors
         constants = self.arrangement.fixed_of(rank, self._constants)
         files, kind = self.format.files, self._state.kind if self._state is not None else None
         if kind is None or kind in files.masters:

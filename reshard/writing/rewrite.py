@@ -15,7 +15,7 @@ from reshard.formats.files.sharded import read_manifest
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.model.config_dtype import with_dtype
 from reshard.move.engine import Writing
-from reshard.move.jobs import FilePlan, Job, TargetPlace
+from reshard.move.jobs import FilePlan, Job, PlacesOfRank
 from reshard.move.moves import INTACT_RANK, jobs_of
 from reshard.publishing.existing import Existing, check_place
 from reshard.publishing.records import WHOLE, FileShare
@@ -223,10 +223,10 @@ def jobs_into(new: Output, files: Collection[FilePlan]) -> list[Job]:
     """
     jobs, wanted = list[Job](), {*files}
     for part in (new, *new.states):
-        places: dict[int, dict[str, TargetPlace]] = {}
+        of_ranks: dict[int, list[FilePlan]] = {}
         for file in part.files:
             if file in wanted:
-                tensors = ((tensor, TargetPlace(file, offset)) for tensor, offset in file.layout.places)
-                places.setdefault(file.rank, {}).update(tensors)
+                of_ranks.setdefault(file.rank, []).append(file)
+        places = {rank: PlacesOfRank(files) for rank, files in of_ranks.items()}
         jobs += jobs_of(part.source, part.arrangement, places)
     return jobs

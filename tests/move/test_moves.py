@@ -16,6 +16,7 @@ from reshard.api import merge, split
 from reshard.formats.errors import PlanError
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST
 from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.move.jobs import PlacesOfRank, TargetPlace
 from reshard.writing.summary import Summary, file_document, move_document, move_lines
 from tests import store
 from tests.marks import one_of_each
@@ -128,3 +129,14 @@ def test_moves_are_printed_or_the_path_is(tmp_path: Path) -> None:
     lines = command("split", store.checkpoint("llama"), tmp_path / "out", "--tp", "2", "--moves").stdout.splitlines()
     assert lines[0].endswith("]") and not (tmp_path / "out").exists()
     assert {line.split()[0] for line in lines if line.startswith(" ")} == {"from", "to"}
+
+
+def test_ranks_that_hold_alike_share_what_is_planned(tmp_path: Path) -> None:
+    """There may be a million tensors. Each place is that of the layout, also in the second file of a rank."""
+    dry = split(store.checkpoint("llama"), tmp_path / "out", tp=2, max_shard_size=20_000, dry_run=True)
+    of_ranks = [[file for file in dry.planned if file.rank == rank] for rank in (0, 1)]
+    for one, other in zip(*of_ranks, strict=True):
+        assert one.tensors and all(a is b for a, b in zip(one.tensors, other.tensors, strict=True))
+    for files in of_ranks:
+        places = {name: TargetPlace(file, offset) for file in files for name, offset in file.layout.places}
+        assert len(files) > 1 and dict(PlacesOfRank(files)) == places and "" not in PlacesOfRank(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from benchmarks.models import MODELS, bound_model, published_tensors, read_confi
 from reshard.api import inspect, merge, plan, split
 from reshard.cli.commands import main
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError
-from reshard.source.completeness import missing
+from reshard.source.completeness import Present, missing
 from reshard.source.opening import open_source
 from reshard.system import Share
 from tests import remote, zoo
@@ -378,3 +379,12 @@ def test_a_rank_that_lacks_a_file_is_not_complete(tmp_path: Path) -> None:
     report = inspect(rank)
     assert (report.kind, report.rank, report.complete) == ("one rank of a split checkpoint", 0, False)
     assert gone.name in report.problems[0] and report.hint
+
+
+def test_what_is_looked_up_is_let_go(tmp_path: Path) -> None:
+    """The places of all tensors: Python may look for garbage much later."""
+    present = Present(open_source(write_checkpoint(tmp_path / "model")).model)
+    assert present.counts("model.layers.{layer}", ())[0] and present.is_dealt("model.layers.{layer}")
+    kept = weakref.ref(present)
+    del present
+    assert kept() is None

@@ -11,7 +11,8 @@ GARBAGE = 100_000
 
 
 def main() -> None:
-    """Run the command line and exit with its code; Ctrl-C is one line from the first import on."""
+    """Run the command line and exit with its code; Ctrl-C and SIGTERM are one line from the first import on."""
+    signal.signal(signal.SIGTERM, terminate)
     gc.set_threshold(GARBAGE)
     atexit.register(gc.freeze)  # the system takes back the memory faster than a last search
     open_closed_streams()
@@ -19,12 +20,24 @@ def main() -> None:
         from reshard.cli.commands import main as run
 
         run()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("reshard: interrupted\n")
-        sys.exit(130)
+        sys.exit(getattr(stop, "code", 130))
     finally:
         # The answer has been given: from here on Ctrl-C just ends the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM: a scheduler, such as Slurm or Kubernetes, ends this process."""
+
+    code = 128 + signal.SIGTERM
+
+
+def terminate(*_: object) -> None:
+    """Let this process end as on Ctrl-C: what is kept is kept, and said."""
+    raise TerminatedError
 
 
 def open_closed_streams() -> None:

@@ -165,7 +165,7 @@ def command(
 @contextmanager
 def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[str, str]) -> Iterator[None]:
     """Another folder, environment and handling of signals for a while."""
-    before, handler = Path.cwd(), signal.getsignal(signal.SIGINT)
+    before, handlers = Path.cwd(), {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         os.chdir(cwd or before)
         with mock.patch.dict(os.environ, environment):
@@ -174,7 +174,8 @@ def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[st
             yield
     finally:
         os.chdir(before)
-        signal.signal(signal.SIGINT, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def assert_boxes_make_up_the_tensors(plan: Plan) -> None:

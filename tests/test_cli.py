@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard.cli.demo import CONFIG, compare, write_model
+from reshard.cli.demo import compare
 from reshard.formats.files.safetensors import build_header, read_header
+from reshard.testing.model import CONFIG, write_model
 from tests import support
 from tests.marks import thorough
 from tests.slow import Turns
@@ -433,16 +434,17 @@ def test_a_closed_pipe_is_silent(model: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- interrupt
 
 
-def test_interrupt_and_go_on(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_and_go_on(how: signal.Signals, code: int, model: Path, tmp_path: Path) -> None:
     command = ["split", str(model), str(tmp_path / "out"), "--tp", "2", "--workers", "1", "--max-shard-size", "4kB"]
     slowly = [sys.executable, "-m", "tests.slow", *command]
     turns, pipe = Turns(tmp_path / "turns"), subprocess.PIPE
     process = subprocess.Popen(slowly, cwd=ROOT, env=turns.environment, stdout=pipe, stderr=pipe, text=True)
     journals = "out.partial/.reshard-journal-*"
     turns.until(process, lambda: any('{"steps"' in path.read_text() for path in tmp_path.glob(journals)))
-    turns.end(process, signal.SIGINT)
+    turns.end(process, how)
     output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (130, "")
+    assert (process.returncode, output) == (code, "")
     said = r"reshard: interrupted: \d.* of .* are kept: the same command goes on from there\n"
     assert re.fullmatch(said, errors)
     assert not (tmp_path / "out").exists()

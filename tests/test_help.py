@@ -11,8 +11,8 @@ import click
 import pytest
 
 from reshard.cli.commands import COMMANDS, cli
-from reshard.cli.demo import write_model
 from reshard.cli.options import Command, Group, Option
+from reshard.testing.model import write_model
 from tests.marks import thorough
 from tests.support import command
 

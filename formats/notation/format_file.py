@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -160,7 +160,7 @@ def format_of(name: str) -> Format:
     if name not in READ:
         if name in adapter_format_names():
             raise PlanError(f"'{name}' is a format of adapters", f"'reshard split ADAPTER OUT --as {name}' writes it")
-        if name not in format_names():
+        if name not in _names_in(PROGRAMS) and name not in format_names():
             from reshard.formats.hints import nearest, with_hint  # for an error alone
 
             names = names_to_write()
@@ -178,22 +178,29 @@ def format_to_write(name: str | None) -> Format:
 @cache
 def format_names() -> Sequence[str]:
     """The names of all formats, sorted. Raises PlanError if a package has one of a name that is taken."""
-    names = sorted(path.stem for folder in _folders() for path in folder.glob("*.toml"))
+    names = sorted(name for folder in _folders() for name in _names_in(folder))
     for name in (name for name, following in pairwise(names) if name == following):
         raise PlanError(f"two formats are called '{name}'", "remove the package that has the second")
     return names
 
 
-def _folders() -> list[Path]:
+@cache
+def _names_in(folder: Path) -> Sequence[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def _folders() -> Iterator[Path]:
     """The folders of formats: the built-in ones, and those of packages (entry points ``reshard.formats``)."""
-    return [PROGRAMS, *(Path(package.__file__).parent for package in plugins("formats").values())]
+    yield PROGRAMS
+    yield from (Path(package.__file__).parent for package in plugins("formats").values())
 
 
-def _file_of(name: str, folders: Sequence[Path]) -> Path:
-    """The file of a name in the first folder that has one."""
-    return next(
-        (file for folder in folders if (file := folder / f"{name}.toml").is_file()), folders[0] / f"{name}.toml"
-    )
+def _file_of(name: str, folders: Iterable[Path]) -> Path:
+    """The file of a name in the first folder that has one. Raises NotationError if none has."""
+    files = (folder / f"{name}.toml" for folder in folders)
+    if (found := next(filter(Path.is_file, files), None)) is None:
+        raise NotationError(f"there is no file '{name}.toml'")
+    return found
 
 
 def names_to_write() -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,9 @@ def demo_command(context: click.Context, folder: Path | None, as_json: bool) -> 
         original, merged = ((file[side] or "missing")[:16] for side in ("original", "merged"))
         cells.append((file["name"], original, merged, "same" if file["identical"] else "DIFFERENT"))
     count = f"{sum(file['identical'] for file in compared)} of {len(compared)} files came back byte for byte."
-    gone = "The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at."
-    lines = ["", *align(cells, right=(), width=None), "", count, *([gone] if folder is None and is_same else [])]
+    more = "The folder was temporary: 'reshard demo FOLDER' keeps everything for you to look at."
+    if folder is not None:
+        more = f"Go on there: cd {shlex.quote(str(folder))}; reshard verify model tp4 --exact-only"
+    lines = ["", *align(cells, right=(), width=None), "", count, *([more] if folder is not None or is_same else [])]
     print_answer(as_json, {"folder": folder, "identical": is_same, "files": compared}, *lines)
     return is_same

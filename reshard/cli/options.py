@@ -288,7 +288,7 @@ _ALL = (
     Option("--config", group=_WHERE, type=PLACE, metavar="DIR",
            help="config.json and tokenizer, for a format without."),
     Option("--weights", group=_WHAT, metavar="PREFIX",
-           help="Of several models, the one whose names begin so."),
+           help="If SOURCE has several models, the prefix of one."),
     Option("--revision", group=_WHERE, metavar="REV", help="Branch, tag or commit on the Hub."),
     Option("--token", group=_WHERE, metavar="TOKEN", help="Hub token; default: HF_TOKEN or 'hf auth login'."),
     Option("--cache-dir", group=_RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),

@@ -286,7 +286,7 @@ def _run(group: click.Group, arguments: Sequence[str], run: dict[str, Any]) -> i
         return _fail(error.message, hint, code=code, traceback="tracebacks" in run)
     except KeyboardInterrupt as stop:  # it says what is kept
         print_note(f"reshard: interrupted: {stop}" if stop.args else "reshard: interrupted")
-        return INTERRUPTED
+        return getattr(stop, "code", INTERRUPTED)
     except BrokenPipeError:
         return _closed_pipe()
     except OSError as error:

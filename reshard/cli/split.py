@@ -110,9 +110,10 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     """Split SOURCE into ranks, re-split it, or convert it to the format of an engine or a trainer.
 
     SOURCE may be a full checkpoint or a split one, in any format that 'reshard formats' lists. Without --as, OUT gets
-    one folder per rank. '--as huggingface' writes one full checkpoint. --pp P --ep E --tp T makes P x E x T ranks;
-    with --same-ranks, E and T are one degree, as in vLLM with --enable-expert-parallel. A format that any number of
-    ranks can load needs no degree. A LoRA adapter is converted to a format of adapters, such as peft, as a whole.
+    one folder per rank. '--as huggingface' writes one full checkpoint. --pp P --ep E --tp T makes P x E x T ranks, tp
+    fastest (of --pp 2 --tp 4, rank 6 is pp 1, tp 2); with --same-ranks, E and T are one degree, as in vLLM with
+    --enable-expert-parallel. A format that any number of ranks can load needs no degree. A LoRA adapter is converted to
+    a format of adapters, such as peft, as a whole.
 
     If a run is interrupted or killed, the same command goes on from there: at most 64 MB a thread are lost (with
     --no-checksum, all unfinished files). Several processes, also on machines that share a disk, can write one OUT:

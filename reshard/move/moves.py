@@ -124,8 +124,8 @@ def jobs_of(source: Source, target: Arrangement, places: TargetPlaces, *, compar
         if key not in routes:
             if spread.full != goal.full:
                 raise PlanError(
-                    f"tensor '{atom.tensor}' has the shape {list(spread.full)} in the one format and "
-                    f"{list(goal.full)} in the other, and cannot be brought from the one into the other",
+                    f"tensor '{atom.tensor}' has the shape {list(spread.full)} in the source's format and "
+                    f"{list(goal.full)} in the output's, and cannot be converted",
                     "write it as huggingface first",
                 )
             routes[key] = Transfer(
@@ -192,8 +192,7 @@ def check_atoms(source: Arrangement, target: Arrangement) -> None:
         lacking = target if atom in source.atoms else source
         if atom.tensor not in lacking.dropped:
             raise PlanError(
-                f"tensor '{atom.tensor}' cannot be brought from the one format into the other: they divide it in "
-                "different ways",
+                f"tensor '{atom.tensor}' cannot be converted: the two formats divide it in different ways",
                 "write it as huggingface first",
             )
 

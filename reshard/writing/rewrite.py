@@ -58,8 +58,8 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
                 jobs = jobs_into(new, new.all_files)
                 written = write_files(new, jobs, staging, writing, start, request)
                 committed = publish(new, written, staging, request)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(_kept(new.all_files, writing, staging)) from None
+            except KeyboardInterrupt as stop:
+                raise type(stop)(_kept(new.all_files, writing, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))
     except PublishedError:
         return replace(summary, complete=True, ranks=summary.ranks if ranks is None else ())

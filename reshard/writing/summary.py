@@ -126,8 +126,8 @@ def _paragraph(summary: Summary) -> str:
     for axis, (full, padded) in summary.padding.items():
         parts.append(f"{axis} padded from {full:,} to {padded:,} with zeros, which merge removes")
     for axis, unit in summary.mesh.uneven:
-        units = f", which is cut in units of {unit:,}" if unit > 1 else ""
-        parts.append(f"the last ranks have less of {axis}{units}")
+        units = f", in units of {unit:,}" if unit > 1 else ""
+        parts.append(f"uneven parts of {axis}{units}: the last ranks have less")
     if summary.left_behind:
         parts.append(f"left behind: {listed(summary.left_behind, 10)}, which the output has no place for")
     parts += [summary.note] if summary.note else []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.cli.demo import write_model
 from reshard.formats.files.safetensors import read_header
+from reshard.testing.model import write_model
 
 
 def in_integers(count: int, draws: Iterator[int], bias: int) -> bytes:

@@ -350,7 +350,7 @@ def test_the_command_says_how_it_was_dealt(mxfp4, tmp_path):
         "Hint: valid degrees: 1, or --uneven",
     ]
     text, _ = reshard("split", mxfp4, tmp_path / "out", "--tp", 8, "--uneven")
-    assert "The last ranks have less of ff, which is cut in units of 32." in text
+    assert "Uneven parts of ff, in units of 32: the last ranks have less." in text
     text, _ = reshard("inspect", tmp_path / "out")
     assert re.search(r"^  mesh +tp 8 with ff in units of 32$", text, re.MULTILINE)
     found = json.loads(reshard("inspect", tmp_path / "out", "--json")[0])

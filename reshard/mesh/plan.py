@@ -36,24 +36,24 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The parts of tensors on a mesh. Tensors of equal rule, sizes and shape share a layout.
-
-    ``stored`` is the shape in the unsplit checkpoint. ``full`` is the same shape, unfolded (see ``Dim.unfolded``) if it
-    belongs to scales or packed integers that are stored in one row; ``rule`` is unfolded too. ``padded`` is ``full``
-    with the zeros that a degree needs. ``boxes`` has the part of each rank; a rank without a part (it holds other
-    experts or layers) is absent. ``ranks`` is the number of all ranks. ``dealt`` are the axes that are divided between
-    ranks: axes of the shape or, like experts, of the tensors' names. ``split`` is the resulting kind of split (see
-    ``Shape.split``).
-    """
+    """The parts of tensors on a mesh. Tensors of equal rule, sizes and shape share a layout."""
 
     rule: Shape
+    """The rule, unfolded (see ``Dim.unfolded``) for scales or packed integers that are stored in one row."""
     full: tuple[int, ...]
+    """The shape in the unsplit checkpoint, unfolded like the rule."""
     padded: tuple[int, ...]
+    """``full`` with the zeros that a degree needs."""
     boxes: Mapping[int, Box]
+    """The part of each rank; a rank without a part (it holds other experts or layers) is absent."""
     ranks: int
+    """The number of all ranks."""
     stored: tuple[int, ...]
+    """The shape as it is stored in the unsplit checkpoint."""
     dealt: frozenset[str]
+    """The axes that are divided between ranks: axes of the shape or, like experts, of the tensors' names."""
     split: Split
+    """The resulting kind of split (see ``Shape.split``)."""
 
     @cached_property
     def parallel_dims(self) -> frozenset[int]:

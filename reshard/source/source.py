@@ -119,25 +119,26 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read from.
-
-    ``plan`` is the plan on the source's own mesh (one rank, for a full checkpoint). ``model`` is that of the full
-    checkpoint. ``names`` has all tensors in the order of the original files, ``ranks`` the tensors of each rank by
-    name, ``files`` the weight files by path. ``checkpoint`` is set for a full checkpoint. ``stamps`` has the state of
-    each file before it was read.
-    """
+    """A checkpoint to read from."""
 
     path: FilePath
     plan: Plan
+    """The plan on its own mesh: one rank, for a full checkpoint."""
     model: Model
+    """The model of the full checkpoint."""
     names: tuple[str, ...]
+    """All tensors, in the order of the original files."""
     ranks: tuple[Mapping[str, TensorInfo], ...]
+    """The stored tensors of each rank, by name."""
     files: Mapping[FilePath, SourceFile]
+    """The weight files, by path."""
     side_files: Mapping[str, FilePath | bytes]
     """The side files, by name: their paths, or the content of a file that is not stored as it is."""
     stamps: Mapping[FilePath, Stamp]
+    """The state of each file before it was read."""
     format: Format
     checkpoint: Checkpoint | None = None
+    """The checkpoint, if it is a full one."""
     stated: Identity | None = None
     """The split that the headers of shards in reshard's own form name."""
     intact: Mapping[str, TensorInfo] = field(default_factory=dict)

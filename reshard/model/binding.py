@@ -234,6 +234,8 @@ def _group_of(
     if match is None:
         return None
     rule = sizes.holds(match)
+    if rule is None and match.template.endswith("*"):
+        return None
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     on_disk = tensor.local if tensor.shape is None else tensor.shape

@@ -66,7 +66,7 @@ ENGINES ?= .engines
 # Megatron-Core needs it from 0.17 on
 PYTHON312 ?= python3.12
 engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/megatron-0.19/ready $(ENGINES)/torchtitan/ready \
-		$(ENGINES)/deepspeed/ready
+		$(ENGINES)/deepspeed/ready $(ENGINES)/sglang/ready
 	$(BIN)/python -m tests.engines.load_dcp
 	$(ENGINES)/torchtitan/bin/python -m tests.engines.load_torchtitan
 	$(ENGINES)/deepspeed/bin/python -m tests.engines.load_universal
@@ -82,6 +82,8 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m tests.engines.live_vllm --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.live_train --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.loader --python $(ENGINES)/vllm/bin/python
+	$(BIN)/python -m tests.engines.loader --engine sglang --python $(ENGINES)/sglang/bin/python
+	$(BIN)/python -m tests.engines.loader --engine torchtitan --python $(ENGINES)/torchtitan/bin/python
 	$(ENGINES)/vllm/bin/python -m tests.engines.load_adapters
 	$(BIN)/python -m tests.engines.launchers
 
@@ -105,7 +107,7 @@ $(ENGINES)/megatron-0.19/ready: tests/engines/megatron-0.19.txt
 	$(ENGINES)/megatron-0.19/bin/pip install --quiet --no-deps --requirement $<
 	touch $@
 
-$(ENGINES)/torchtitan/ready $(ENGINES)/deepspeed/ready: $(ENGINES)/%/ready: tests/engines/%.txt
+$(ENGINES)/torchtitan/ready $(ENGINES)/deepspeed/ready $(ENGINES)/sglang/ready: $(ENGINES)/%/ready: tests/engines/%.txt
 	$(PYTHON) -m venv $(ENGINES)/$*
 	$(ENGINES)/$*/bin/pip install --quiet --constraint constraints.txt --editable '.[verify]'
 	DS_BUILD_OPS=0 $(ENGINES)/$*/bin/pip install --quiet --no-deps --requirement $<

@@ -23,7 +23,7 @@ MADE_WITH = {
     "reshard/source/required.json": "tensors that a model must have",
 }
 """Tables that say with which version they were made, and what they have of the program."""
-ENGINES = ("vllm", "megatron", "megatron-0.19", "torchtitan", "deepspeed")
+ENGINES = ("vllm", "megatron", "megatron-0.19", "torchtitan", "deepspeed", "sglang")
 """The environments of ``make engines``, each named after the file with its packages, and its program in it."""
 
 

@@ -1,8 +1,8 @@
-"""vLLM's own loader as the witness of shards (``reshard verify --loader``): small models of many kinds, on a CPU.
+"""A program's own loader as the witness of shards (``reshard verify --loader``): small models of many kinds, on a CPU.
 
-    python -m tests.engines.loader --python ENGINES/vllm/bin/python [--models llama-biases,phi3]
+    python -m tests.engines.loader --python ENGINES/vllm/bin/python [--models llama-biases,phi3] [--engine sglang]
 
-Each model is split at tp 1, 2 and 4, and then with two lines of vllm.toml in another order: q, k, v and gate, up. Such
+Each model is split at tp 1, 2 and 4, and then with two lines of its format in another order: q, k, v and gate, up. Such
 shards are the original's by every byte, because the same line maps them back. Prints a line for each; exit code 1 if a
 verdict is not the expected one.
 """
@@ -26,7 +26,7 @@ from reshard.formats.errors import ReshardError
 from reshard.verify.api import verify
 from tests import zoo
 from tests.programs import quantized
-from tests.wrong_rules import exchanged
+from tests.wrong_rules import exchanged, swapped
 
 MODELS = (
     "llama-biases", "llama-6kv", "qwen2", "qwen2-tied", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss",
@@ -44,8 +44,21 @@ STAGED = (
     "cohere2", "granitemoeshared", "bloom", "falcon-7b", "gpt_neox-tied", "gpt2-untied", "gptj", "opt-projected",
 )  # fmt: skip
 """Models on stages of a pipeline: with the layers, or these alone, divided; tied, with a head, with projections."""
-WRONG = {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))}
-"""Lines of vllm.toml and the order of their sources: k and v exchanged, up before gate."""
+WRONG = {
+    "vllm": {"qkv": ("**.qkv_proj.*", (0, 2, 1)), "gate_up": ("**.gate_up_proj.*", (1, 0))},
+    "sglang": {
+        "qkv": ("**.self_attn.qkv_proj.*", (0, 2, 1)),
+        "gate_up": ("**.gate_up_proj.*", (1, 0)),
+    },
+    "torchtitan": {
+        "gate_up": ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+        "norms": (
+            "model.layers.{layer}.input_layernorm.weight",
+            "model.layers.{layer}.post_attention_layernorm.weight",
+        ),
+    },
+}
+"""Lines of a format and the order of their sources (k and v exchanged, up before gate), or two sources exchanged."""
 HAVE = {
     "qkv": ("llama-biases", "qwen3", "starcoder2", "mixtral", "gpt_oss"),
     "gate_up": ("llama-biases", "qwen3", "deepseek_v3"),
@@ -63,6 +76,20 @@ QUANTIZED = {
 """Methods of tests/programs/quantized.py that are written for vLLM."""
 
 
+SGLANG = (
+    "llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3",
+    "glm4_moe",
+)  # fmt: skip
+"""Models of SGLang's format. Its linear layers and experts are those that vLLM had."""
+
+
+TORCHTITAN = {
+    "llama": {"head_dim": 10}, "llama-tied": {"head_dim": 10}, "qwen3": None,
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "deepseek_v3": None, "deepseek_v2-no-q-lora": None,
+}  # fmt: skip
+"""Models of torchtitan's format, with what it demands of their sizes. The adapter of its gpt-oss is older than that."""
+
+
 class Case(NamedTuple):
     model: str
     degrees: Mapping[str, int]
@@ -77,7 +104,15 @@ class Case(NamedTuple):
         return "different" if self.wrong else OTHERWISE.get(self.model) or OTHERWISE.get(self.shown) or "same"
 
 
-def cases() -> Iterator[Case]:
+def cases(engine: str) -> Iterator[Case]:
+    if engine == "torchtitan":
+        yield from (Case(model, {"tp": 2}) for model in TORCHTITAN)
+        yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["torchtitan"])
+        return
+    if engine == "sglang":
+        yield from (Case(model, {"tp": tp}) for model in SGLANG for tp in (1, 2))
+        yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["sglang"])
+        return
     for model in MODELS:
         yield from (Case(model, {"tp": tp}) for tp in (1, 2, 4))
     yield from (Case(model, {"tp": 2, "pp": 2}) for model in STAGED)
@@ -86,14 +121,15 @@ def cases() -> Iterator[Case]:
     yield from (Case(model, {"tp": 2}, wrong) for wrong, models in HAVE.items() for model in models)
 
 
-def checkpoint(root: Path, model: str) -> Path:
+def checkpoint(root: Path, model: str, engine: str) -> Path:
     """A quantized model, or one of the zoo in bfloat16 with what published ones of its type say beside."""
     folder = root / model
     of, _, method = model.partition(" ")
     if not folder.exists() and method:
         quantized.make(folder, of, method)
     elif not folder.exists():
-        zoo.save(model, folder, torch.bfloat16, settings=PUBLISHED["sizes"].get(model))
+        sizes = TORCHTITAN if engine == "torchtitan" else PUBLISHED["sizes"]
+        zoo.save(model, folder, torch.bfloat16, settings=sizes.get(model))
         config = json.loads((folder / "config.json").read_text())
         published = PUBLISHED["config"].get(config["model_type"], {})
         more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}
@@ -101,14 +137,15 @@ def checkpoint(root: Path, model: str) -> Path:
     return folder
 
 
-def run(root: Path, case: Case, python: str) -> tuple[str, str]:
+def run(root: Path, case: Case, python: str, engine: str) -> tuple[str, str]:
     """The verdict on one, and what the loader said."""
-    original = checkpoint(root, case.model)
+    original = checkpoint(root, case.model, engine)
     with tempfile.TemporaryDirectory(dir=root) as folder:
         out = Path(folder) / "out"
-        line, order = WRONG[case.wrong] if case.wrong else ("", ())
-        with exchanged(Path(folder), "vllm.toml", line, order) if case.wrong else nullcontext():
-            split(original, out, format="vllm", same_ranks="ep" in case.degrees, **case.degrees)
+        one, other = WRONG[engine][case.wrong] if case.wrong else ("", ())
+        change = swapped if isinstance(other, str) else exchanged
+        with change(Path(folder), f"{engine}.toml", one, other) if case.wrong else nullcontext():
+            split(original, out, format=engine, same_ranks="ep" in case.degrees, **case.degrees)
             try:
                 found = verify(original, out, exact_only=True, loader=python)
             except ReshardError as error:
@@ -122,13 +159,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the python of the engine's environment")
     parser.add_argument("--models", help="default: all")
+    parser.add_argument("--engine", choices=[*WRONG], default="vllm")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    chosen = [case for case in cases() if not arguments.models or case.model.split()[0] in arguments.models.split(",")]
+    only = arguments.models and arguments.models.split(",")
+    chosen = [case for case in cases(arguments.engine) if not only or case.model.split()[0] in only]
     right = 0
     with tempfile.TemporaryDirectory(prefix="reshard-loader-") as folder:
         for case in chosen:
-            verdict, said = run(Path(folder), case, arguments.python)
+            verdict, said = run(Path(folder), case, arguments.python, arguments.engine)
             right += verdict == case.expected
             mark = "" if verdict == case.expected else f" (expected {case.expected})"
             what = f"{case.shown}, wrong {case.wrong}" if case.wrong else case.shown

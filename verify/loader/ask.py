@@ -17,7 +17,7 @@ from reshard.text import plural
 from reshard.verify.ending import temporary_folder, undone
 
 ROOM = Path(__file__).parent
-PROGRAMS = {"vllm": "vLLM", "transformers": "transformers"}
+PROGRAMS = {"vllm": "vLLM", "sglang": "SGLang", "torchtitan": "torchtitan", "transformers": "transformers"}
 """The programs that have a file in this room."""
 TIMEOUT = 24 * 3600.0
 _START = """

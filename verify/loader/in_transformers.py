@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reshard.verify.loader.chunks import read
 from reshard.verify.loader.program import Rank, Request
 
 
@@ -34,7 +35,7 @@ def ranks(request: Request) -> Iterator[Rank]:
     model, unknown = _loaded(request.original, request.dtype)
     own = model.state_dict()
     if not any(Path(request.shards).glob("model*.safetensors")):
-        files, further = _chunks(request.shards, own)
+        files, further = read(request.shards, own)
         known = {tensor.data_ptr() for name, tensor in own.items() if name in files}
         own = {name: x for name, x in own.items() if name in files or x.data_ptr() not in known}  # one name is enough
     else:
@@ -55,16 +56,3 @@ def _loaded(folder: str, dtype: str | None) -> tuple[Any, set[str]]:
     if info["missing_keys"]:
         raise KeyError(f"{folder} has no {', '.join(sorted(info['missing_keys'])[:3])}")
     return model, set(info["unexpected_keys"])
-
-
-def _chunks(folder: str, own: dict[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
-    """The shards' tensors as torch's reader makes them of their chunks, and the names that the model does not have."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader: Any = (FileSystemReader if (Path(folder) / ".metadata").exists() else HuggingFaceStorageReader)(folder)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in own.keys() & stored}
-    load(found, storage_reader=reader, no_dist=True)
-    return found, stored.keys() - own.keys()

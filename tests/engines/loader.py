@@ -76,13 +76,12 @@ QUANTIZED = {
 """Methods of tests/programs/quantized.py that are written for vLLM."""
 
 
-SGLANG = (
-    "llama", "mistral", "phi3", "qwen2", "qwen3", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3",
-    "glm4_moe",
-)  # fmt: skip
-"""Models of SGLang's format. Its linear layers and experts are those that vLLM had."""
-
-
+SGLANG = {
+    "llama": None, "mistral": None, "phi3": None, "qwen2": None, "qwen3": None, "olmo2": {"head_dim": 10},
+    "mixtral": {"head_dim": 10}, "qwen2_moe": {"head_dim": 10, "mlp_only_layers": []},
+    "qwen3_moe": {"mlp_only_layers": []}, "deepseek_v3": None, "glm4_moe": None,
+}  # fmt: skip
+"""Models of SGLang's format, with what it demands of their sizes."""
 TORCHTITAN = {
     "llama": {"head_dim": 10}, "llama-tied": {"head_dim": 10}, "qwen3": None,
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "deepseek_v3": None, "deepseek_v2-no-q-lora": None,
@@ -128,7 +127,7 @@ def checkpoint(root: Path, model: str, engine: str) -> Path:
     if not folder.exists() and method:
         quantized.make(folder, of, method)
     elif not folder.exists():
-        sizes = TORCHTITAN if engine == "torchtitan" else PUBLISHED["sizes"]
+        sizes = {"vllm": PUBLISHED["sizes"], "sglang": SGLANG, "torchtitan": TORCHTITAN}[engine]
         zoo.save(model, folder, torch.bfloat16, settings=sizes.get(model))
         config = json.loads((folder / "config.json").read_text())
         published = PUBLISHED["config"].get(config["model_type"], {})

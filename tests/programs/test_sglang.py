@@ -15,6 +15,7 @@ from reshard.formats.errors import MismatchError, PlanError
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import format_of, read_format
 from reshard.source.opening import open_source
+from tests import store
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
 
@@ -73,6 +74,13 @@ def test_sglang_holds_the_same_elements_as_vllm_under_its_own_names(model: str, 
             named = {str(name).replace("shared_experts.", "shared_expert."): array for name, array in named.items()}
         assert own.keys() == named.keys()
         assert all(np.array_equal(own[name], named[name]) and own[name].dtype == named[name].dtype for name in own)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "olmo2", "qwen2_moe"])
+def test_a_head_of_a_size_that_sglang_does_not_take(model: str, tmp_path: Path) -> None:
+    """Its own loader stops at such a folder, or has other shapes: tests/engines/loader.py."""
+    with pytest.raises(PlanError, match="SGLang takes the size of a head of this model type from hidden_size"):
+        split(store.checkpoint(model), tmp_path / "out", tp=2, format="sglang")
 
 
 @pytest.mark.parametrize(("model", "tp"), [("qwen3_moe", 2), ("deepseek_v3", 2)])

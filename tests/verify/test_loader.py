@@ -348,3 +348,40 @@ def test_a_loader_needs_its_program_and_its_format(tmp_path: Path) -> None:
     assert done.returncode == 2 and "it has no transformers" in done.stderr
     done = command("verify", original, out, "--exact-only", "--dtype", "bf16", "--loader", sys.executable)
     assert done.returncode == 2 and "--dtype is not possible" in done.stderr
+
+
+TITAN = """
+class Qwen3StateDictAdapter:
+    def __init__(self, config, folder):
+        assert config.dim == 80 and folder is None
+    def from_hf(self, tensors):
+        for old, new in NAMES.items():
+            tensors = {key.replace(old, new): tensor for key, tensor in tensors.items()}
+        return tensors
+NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.": "", "self_attn.": "attention.",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "q_proj": "qkv_linear.wq", "k_proj": "qkv_linear.wk", "v_proj": "qkv_linear.wv",
+    "o_proj": "wo", "mlp.": "feed_forward.", "gate_proj": "w1", "down_proj": "w2",
+    "up_proj": "w3",
+}
+"""
+"""A program of the name of torchtitan, with the names of its Qwen 3."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"), [("", "same"), ('NAMES |= {"gate_proj": "w3", "up_proj": "w1"}', "different")]
+)
+def test_an_adapter_of_torchtitan_is_the_witness(changed: str, verdict: str, tmp_path: Path) -> None:
+    package, version = tmp_path / "torchtitan/models/qwen3", tmp_path / "torchtitan-9.0.dist-info"
+    package.mkdir(parents=True)
+    version.mkdir()
+    (version / "METADATA").write_text("Name: torchtitan\nVersion: 9.0\n")
+    (package / "state_dict_adapter.py").write_text(TITAN + changed)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    original = store.checkpoint("qwen3")
+    split(original, tmp_path / "out", tp=2, format="torchtitan")
+    found = verify(original, tmp_path / "out", exact_only=True, loader=str(python))
+    assert found.verdict == verdict and "torchtitan 9.0's own loader" in found.in_words

@@ -7,6 +7,7 @@ what a rank has there.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def load_rank(
         # What transformers would make of the rank's sizes is in the [modules] table.
         options["config"] = for_input(_config_of(folder, rank), tokens)
     loaded = from_pretrained(cls, folder, dtype, {**options, **dequantizing(rank.config)})
+    _say_padding(loaded.model.config, rank.config)
     if offload:
         compute_on(loaded.model, device)
     is_to_fit = not modules.is_needed and not rank.lacks_experts
@@ -80,6 +82,17 @@ def _config_of(folder: Path, rank: Rank) -> Any:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever the type checks of its settings
         raise not_loaded(folder, error) from error
+
+
+def _say_padding(config: Any, whole: Mapping[str, Any]) -> None:
+    """Let a rank's model know the token of padding as it is in the inputs, which are those of the whole vocabulary: a
+    rank's config.json has its row on this rank, or none.
+    """
+    for key, value in whole.items():
+        if key == "pad_token_id":
+            config.pad_token_id = value
+        elif key in config.sub_configs and isinstance(value, Mapping):
+            _say_padding(getattr(config, key), value)
 
 
 def for_input(config: Any, tokens: int) -> Any:

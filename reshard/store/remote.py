@@ -247,6 +247,9 @@ def explain(error: Exception, address: str, doing: str = "reading") -> ReshardEr
     if isinstance(error, PreconditionError):
         return _replaced(address)
     status = status_of(error)
+    if "NoSuchBucket" in str(error):
+        bucket = "/".join(address.split("/")[:3])
+        return CheckpointError(f"there is no bucket {bucket}", "check its name, its region, and the endpoint")
     if isinstance(error, FileNotFoundError) or status == "404":
         return CheckpointError(f"{address} is not there (404)", "check the name; a private one may need credentials")
     if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in {"401", "403"}:

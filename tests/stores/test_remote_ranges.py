@@ -635,7 +635,7 @@ def test_a_profile_without_what_reads_profiles(
 def test_what_is_not_there(store: StoreServer, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert_refused(run("split", "s3://bucket/nothing", out, "--tp", "2"), "holds no checkpoint", out=out)
-    assert_refused(run("split", "s3://other/nothing", out, "--tp", "2"), "is not there (404)", out=out)
+    assert_refused(run("split", "s3://other/nothing", out, "--tp", "2"), "there is no bucket s3://other", out=out)
     assert_refused(run("split", f"{store.url}/bucket/nothing", out, "--tp", "2"), "holds no checkpoint", out=out)
 
 

@@ -104,10 +104,11 @@ from reshard.formats.notation.format_file import format_of
 from reshard.mesh.plan import Degrees
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
+from reshard.writing.documents import documents_of
 from reshard.writing.output import Output
 source, format = open_source(Path(sys.argv[1])), format_of("megatron")
 files = Output(source, plan_for(source.model, format, Degrees()), format, 5 << 30)
-assert any(name.endswith(".metadata") for name in files.documents)
+assert any(name.endswith(".metadata") for name in documents_of(files).general)
 """
 SPARSE: dict[str, Callable[[Path], int]] = {"DeepSeek-R1": deepseek_r1, "Kimi-K3": kimi}
 TINY = "tiny"

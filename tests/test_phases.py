@@ -11,7 +11,7 @@ import pytest
 
 from tests.phases import PHASES, ROOT, VALUES
 
-IN_MORE_THAN_ONE, IN_THREE = 10, 3
+IN_MORE_THAN_ONE, IN_THREE = 10, 2
 """The most files that run in more than one phase of a split, and in three or more. They may only fall."""
 
 

@@ -220,7 +220,8 @@ def read_format(path: Path, table: Mapping[str, Any] | None = None) -> Format:
         document = _with_base(path, [path.parent, PROGRAMS])
         types = document.pop("types", None)
         if table is None and types is not None:
-            table = json.loads((path.parent / text(types, "types")).read_text(encoding="utf-8"))
+            beside, built_in = path.parent / text(types, "types"), PROGRAMS / text(types, "types")
+            table = json.loads((beside if beside.is_file() else built_in).read_text(encoding="utf-8"))
         of_some = record(_of_types)(dict(table or {}), "")
         return record(lambda fields: _format(path.stem, fields, *of_some))(document, "")
     except (NotationError, ValueError) as error:

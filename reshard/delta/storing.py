@@ -50,6 +50,7 @@ from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
 from reshard.transforms.tensors import ARITHMETIC, tensors_of
+from reshard.writing.documents import documents_of
 from reshard.writing.output import Output
 
 Sums = dict[str, tuple[str, str]]
@@ -95,7 +96,7 @@ def write_delta(
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
         files = tuple(SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in new.files)
-        delta = Delta(building, (file,), changes, files, dict(new.documents), sides, b.names_of)
+        delta = Delta(building, (file,), changes, files, dict(documents_of(new).general), sides, b.names_of)
         with disk_errors(building):
             (building / DELTA).write_bytes(delta_text(delta))
             if is_compressed:

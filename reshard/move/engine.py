@@ -43,7 +43,7 @@ from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 
 def move(
     jobs: Sequence[Job],
-    sums: Sums,
+    sources: Iterable[SourceFile],
     files: Sequence[FilePlan],
     writing: Mapping[FilePlan, Writing],
     options: Options,
@@ -52,17 +52,17 @@ def move(
     moved: Callable[[Moved], None] = lambda moved: None,
     earlier: Iterable[Moved] = (),
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> int:
-    """Carry out jobs in order, from the files of ``sums`` to those of ``files`` that are in ``writing``. Adds what is
-    read to ``sums``.
+) -> tuple[Sums, int]:
+    """Carry out jobs in order, from the files of ``sources`` to those of ``files`` that are in ``writing``.
 
     ``finished`` is called with the name of each complete target file, ``moved`` with steps that are complete while
-    their files may not be, ``progress`` with the bytes written since its last call. What ``earlier`` runs have moved is
-    not moved again, if it is still there; returns the bytes of it. Raises CheckpointError if a file cannot be read or
-    written; MismatchError if replicas differ or padding is not zero. Before any error or KeyboardInterrupt leaves this
-    function, files are removed that a next run cannot use. A thread that waits for a remote answer ends with that, and
-    writes no more.
+    their files may not be, ``progress`` with the bytes written since its last call. What ``earlier`` runs have
+    moved is not moved again, if it is still there. Returns the sums of what was read, and those bytes. Raises
+    CheckpointError if a file cannot be read or written; MismatchError if replicas differ or padding is not zero.
+    Before any error or KeyboardInterrupt leaves this function, files are removed that a next run cannot use. A
+    thread that waits for a remote answer ends with that, and writes no more.
     """
+    sums = Sums(sources)
     allow_open_files(len(writing) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
     sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[FilePlan | None]()
     work = sum(job.work(sizes.small) for job in jobs)
@@ -140,7 +140,7 @@ def move(
             ),
             note,
         )
-        return taken_over
+        return sums, taken_over
     finally:
         for opened in writing.values():
             opened.close()

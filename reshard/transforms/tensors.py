@@ -49,6 +49,7 @@ from reshard.source.source import UNSPLIT, Source, SourceFile
 from reshard.store import range_store
 from reshard.store.remote import Remote
 from reshard.store.threads import ArrayCache
+from reshard.writing.documents import documents_of
 from reshard.writing.output import Output
 
 _VERSION = 4
@@ -343,7 +344,7 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
     merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=None)
     return [
         SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in merged.files
-    ], merged.documents
+    ], documents_of(merged).general
 
 
 def changed(

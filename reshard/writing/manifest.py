@@ -23,24 +23,25 @@ from reshard.publishing.existing import Existing
 from reshard.publishing.journal import journals_in
 from reshard.publishing.records import Finished
 from reshard.store.staging_names import staging_of
+from reshard.writing.documents import Documents
 from reshard.writing.output import Output
 
 
-def last_documents(new: Output, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:
+def last_documents(new: Output, documents: Documents, finished: Mapping[str, Finished], sums: Sums) -> dict[str, bytes]:
     """The small files that are written when all weight files are ``finished``, the manifest last.
 
     Raises CheckpointError if an output to which ranks are added is of another source, mesh, plan or file size.
     """
     side_files = new.source.read_side_files()
-    of_ranks = {name: content for documents in new.rank_documents.values() for name, content in documents.items()}
-    documents = of_ranks | side_files | new.documents
+    last = {name: content for each in documents.of_ranks.values() for name, content in each.items()}
+    last |= {**side_files, **documents.general}
     if new.format is HUGGING_FACE:
-        if SETTINGS in json.loads(documents.get(CONFIG, b"{}")):  # split made it of the model's, for an adapter
-            del documents[CONFIG]
-        return documents
-    ranks = {rank: tuple(_records(new, finished, rank)) for rank in new.ranks}
+        if SETTINGS in json.loads(last.get(CONFIG, b"{}")):  # split made it of the model's, for an adapter
+            del last[CONFIG]
+        return last
+    ranks = {rank: tuple(_records(new, documents.of_ranks.get(rank, {}), finished, rank)) for rank in new.ranks}
     manifest = _with_others(new, _manifest(new, ranks, side_files, sums))
-    return documents | {MANIFEST: manifest_text(manifest).encode()}
+    return last | {MANIFEST: manifest_text(manifest).encode()}
 
 
 def _manifest(
@@ -59,9 +60,11 @@ def _manifest(
     )  # fmt: skip
 
 
-def _records(new: Output, finished: Mapping[str, Finished], rank: int) -> Iterator[FileRecord]:
+def _records(
+    new: Output, documents: Mapping[str, bytes], finished: Mapping[str, Finished], rank: int
+) -> Iterator[FileRecord]:
     """The records of a rank's files, all of which are finished: its configs, its weight files, its index."""
-    small = [*starmap(_record, new.rank_documents.get(rank, {}).items())]
+    small = [*starmap(_record, documents.items())]
     configs = [record for record in small if not record.name.endswith(".index.json")]
     files = [file for part in (new, *new.states) for file in part.rank_files[rank]]
     if new.format.files.is_single:

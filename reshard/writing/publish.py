@@ -12,26 +12,27 @@ from reshard.placement.stored import Location
 from reshard.publishing.records import Read
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
+from reshard.writing.documents import Documents
 from reshard.writing.manifest import last_documents
 from reshard.writing.output import Output
 from reshard.writing.weights import Written
 
 
-def publish(new: Output, written: Written, staging: Staging, options: Options) -> bool:
+def publish(new: Output, documents: Documents, written: Written, staging: Staging, options: Options) -> bool:
     """Commit an output, unless other processes have yet to write a part of it; returns whether it was committed.
 
     Raises CheckpointError. Raises MismatchError if a file of the source or of the output does not have its known
     checksum, or if a source file has changed since it was opened.
     """
 
-    def documents() -> Mapping[str, bytes]:
-        last = last_documents(new, staging.finished, sums)
+    def last() -> Mapping[str, bytes]:
+        files = last_documents(new, documents, staging.finished, sums)
         new.source.check_unchanged()
-        return last
+        return files
 
     if not staging.is_last():
         return False
-    sums, files = written.sums, new.all_files
+    sums, files = written.sums or Sums(new.source.files.values()), new.all_files
     if options.checksum:
         reads = dict.fromkeys(part for entry in staging.finished.values() for part in entry.reads)
         _add_others(reads, sums, files)
@@ -50,7 +51,7 @@ def publish(new: Output, written: Written, staging: Staging, options: Options) -
                 f"{new_file.name} would have the checksum {checksum}, the original's was {new_file.expected}",
                 "the manifest or the shards are damaged: fetch or split them again",
             )
-    staging.commit(documents)
+    staging.commit(last)
     return True
 
 

@@ -25,6 +25,7 @@ from reshard.store.remote import tried_again
 from reshard.system import Share
 from reshard.text import human_bytes, plural
 from reshard.version import __version__
+from reshard.writing.documents import documents_of
 from reshard.writing.manifest import check_added
 from reshard.writing.output import Output
 from reshard.writing.publish import publish
@@ -40,7 +41,8 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
     """
     share, folder = _share(new, request.part, ranks), start.folder
     summary = _summary(new, share, start, request, ranks)
-    _check_names(new.source, [*share.planned, *new.documents])
+    documents = documents_of(new)
+    _check_names(new.source, [*share.planned, *documents.general])
     if request.part is not None and not share.files:
         return summary
     building = _staging(new, start, share, request)
@@ -57,7 +59,7 @@ def rewrite(new: Output, start: Start, request: WriteRequest, ranks: Collection[
             try:
                 jobs = jobs_into(new, new.all_files)
                 written = write_files(new, jobs, staging, writing, start, request)
-                committed = publish(new, written, staging, request)
+                committed = publish(new, documents, written, staging, request)
             except KeyboardInterrupt as stop:
                 raise type(stop)(_kept(new.all_files, writing, staging)) from None
             complete = committed and (not share.folders or _has_all_ranks(folder))

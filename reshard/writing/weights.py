@@ -23,7 +23,8 @@ class Written:
 
     nbytes: int
     fetched: int
-    sums: Sums
+    sums: Sums | None
+    """None if there was nothing to write."""
     read: Sequence[SourceFile]
     """The source's files from which bytes were moved."""
     began: float
@@ -42,7 +43,7 @@ def write_files(
     MismatchError if replicas differ or padding is not zero.
     """
     source, files = new.source, new.all_files
-    began, moving, sums = time.monotonic(), 0.0, Sums(source.files.values())
+    began, moving, sums = time.monotonic(), 0.0, None
     sizes = {file.name: file.layout.size for file in files if file.name in staging.share.files}
     total, todo = sum(sizes.values()), sum(size for name, size in sizes.items() if name not in staging.finished)
     nbytes, fetched = total - todo, 0
@@ -58,16 +59,16 @@ def write_files(
     # the first file of each rank, then the second of each: neighbours are made of the same bytes
     side_by_side = [(each.name, each.layout.size) for row in zip_longest(*of_ranks.values()) for each in row if each]
     for batch in staging.batches(side_by_side):
-        sums = Sums(source.files.values())  # bytes that files of two batches want are read, and summed, twice
         left = (file for file in files if file.name in batch and file.name not in staging.finished)
         writing.clear()
         writing.update((file, Writing(file, staging.path(file.name))) for file in left)
         at = time.monotonic()
-        todo -= move(
-            jobs, sums, files, writing, request, finished=staging.note_finished, moved=staging.note_moved,
+        sums, taken_over = move(  # bytes that files of two batches want are read, and summed, twice
+            jobs, source.files.values(), files, writing, request,
+            finished=staging.note_finished, moved=staging.note_moved,
             earlier=staging.moved(batch - staging.finished.keys()), progress=moved,
         )  # fmt: skip
         moving += time.monotonic() - at
-        fetched += sums.fetched
+        todo, fetched = todo - taken_over, fetched + sums.fetched
     names = [job.name for job in jobs] if source.format.plain else None
     return Written(todo, fetched, sums, source.files_of(names), began, moving)

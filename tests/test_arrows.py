@@ -148,7 +148,6 @@ def test_no_room_imports_one_above_it(name: str) -> None:
 
 
 BACK = {
-    ("reshard.source.folder", "reshard.source.program_files"),
     ("reshard.source.folder", "reshard.source.lora"),
     ("reshard.source.opening_programs", "reshard.source.lora"),
 }

@@ -45,6 +45,7 @@ from reshard.source.folder import Folder
 from reshard.source.lora import LoraRun, find_lora, open_alone, open_base
 from reshard.source.opening import find, open_folder
 from reshard.source.program_files import readings, weights_folder
+from reshard.source.recognition import recognise
 from reshard.source.source import Source
 from reshard.store.selection import HubAccess, Weights
 from reshard.store.staging_names import SUFFIX, staging_of
@@ -153,7 +154,7 @@ def inspect(request: InspectRequest) -> Report:
         command = unfinished_command(path)
         if command is not None:
             return _staging(path, command)
-    folder = Folder(path)
+    folder = recognise(path)
     kinds = {"full": "full checkpoint", "adapter": "PEFT adapter"}
     report = Report(path, kinds.get(folder.kind, "split checkpoint"), "safetensors")
     _take_config(report, path)

@@ -12,21 +12,19 @@ from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import (
     ADAPTER_CONFIG,
     METADATA,
-    has_adapter,
-    has_usual_weights,
     read_weights,
 )
 from reshard.formats.files.checksum import stamps_in, stamps_of
 from reshard.formats.files.containers import SAFETENSORS, Weights
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Manifest
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.files.sharded import is_sharded, read_manifest
+from reshard.formats.files.sharded import read_manifest
 from reshard.formats.files.side_files import find_side_files, is_side_file
 from reshard.formats.mesh import RANK_FOLDER, Mesh
 from reshard.formats.notation.architecture import Architecture, architecture_from_document
 from reshard.formats.notation.architecture_files import find_architecture, load_architecture
 from reshard.formats.notation.format import SOURCE_NAMES, Format
-from reshard.formats.notation.format_file import all_formats, format_of, with_names
+from reshard.formats.notation.format_file import format_of, with_names
 from reshard.formats.store import FilePath, StoredPath, is_in, joined, name_in, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
@@ -67,7 +65,7 @@ def other_entries(path: FilePath, known: Collection[str]) -> list[str]:
 
 
 class Folder:
-    """A folder to open, with everything that was read of it. Each file is read once.
+    """A folder to open, with everything that was read of it. Each file is read once. ``recognise`` makes it.
 
     It is a full checkpoint, a PEFT adapter, shards in reshard's own form, or in a program's format (``kind``). Any
     other folder counts as a full checkpoint: opening it says what is missing. ``formats`` are those that its files may
@@ -75,7 +73,6 @@ class Folder:
 
     ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan, ``base`` the manifest
     of the shards that it is computed from, ``beginning`` what the names of the chosen one of several models begin with.
-    Raises CheckpointError if a program's file names a folder of weights that is not there.
     """
 
     def __init__(
@@ -103,18 +100,7 @@ class Folder:
             self.damage = error
         except ReshardError as error:  # it names a format that is not known here
             self.damage = CheckpointError(f"{path / MANIFEST}: {error.message}", error.hint)
-        is_split = is_sharded(path)
-        if not self.formats and not has_usual_weights(path) and (self.damage is not None or not is_split):
-            from reshard.source.program_files import readings  # rarely needed
-
-            self.formats = tuple(format for format in all_formats().values() if readings(self, format))
         self.kind: Literal["full", "adapter", "split", "program"] = "full"
-        if self.formats:
-            self.kind = "program"
-        elif is_split:
-            self.kind = "split"
-        elif has_adapter(path):
-            self.kind = "adapter"
 
     def once(self, read: Callable[..., T], *args: Hashable) -> T:
         """Return the result of ``read`` for these arguments; it is read only once."""

@@ -38,6 +38,7 @@ from reshard.publishing.journal import unfinished_command
 from reshard.source.access import Access, Place
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.folder import Folder
+from reshard.source.recognition import recognise
 from reshard.source.source import UNSPLIT, Source
 from reshard.store.selection import HubAccess, Weights
 from reshard.store.staging_names import SUFFIX
@@ -91,7 +92,7 @@ def open_source(
     ``base`` is the manifest of the shards that its tensors are computed from. Of a full checkpoint that ``is_part`` of
     a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
-    folder = Folder(path, config=config, plan_file=plan_file, base=base, beginning=beginning)
+    folder = recognise(path, config=config, plan_file=plan_file, base=base, beginning=beginning)
     return open_folder(folder, model=model, adapted=adapted, is_part=is_part)
 
 
@@ -135,7 +136,7 @@ def _check_recorded(path: FilePath, manifest: Manifest, *, with_sizes: bool) -> 
 def lines_of_any(source: Place, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
     path = find(source, access, Weights.HEADERS)
-    folder = Folder(path, plan_file=access.plan_file)
+    folder = recognise(path, plan_file=access.plan_file)
     if folder.kind == "split":
         return folder.architecture(read_model_config(path))
     checkpoint = open_adapter(path, found_config(access)) if folder.kind == "adapter" else open_checkpoint(path)

@@ -88,7 +88,7 @@ class LoaderReport:
 def program_of(engine: str | None, shards: object, form: str) -> str:
     """The program whose loader takes shards of this form. Raises SettingError if none of this room does."""
     if engine not in PROGRAMS:
-        known = " and ".join(PROGRAMS.values())
+        known = ", ".join(PROGRAMS.values())
         raise refused("loader", None, f"{shards} has {form}, and the loaders that are known here are those of {known}")
     return engine
 

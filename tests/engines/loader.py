@@ -79,9 +79,9 @@ QUANTIZED = {
 SGLANG = {
     "llama": None, "mistral": None, "phi3": None, "qwen2": None, "qwen3": None, "olmo2": {"head_dim": 10},
     "mixtral": {"head_dim": 10}, "qwen2_moe": {"head_dim": 10, "mlp_only_layers": []},
-    "qwen3_moe": {"mlp_only_layers": []}, "deepseek_v3": None, "glm4_moe": None,
+    "qwen3_moe": {"mlp_only_layers": []}, "glm4_moe": None,
 }  # fmt: skip
-"""Models of SGLang's format, with what it demands of their sizes."""
+"""Models of SGLang's format, with what it demands of their sizes. It builds no DeepSeek without rope_scaling."""
 TORCHTITAN = {
     "llama": {"head_dim": 10}, "llama-tied": {"head_dim": 10}, "qwen3": None,
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "deepseek_v3": None, "deepseek_v2-no-q-lora": None,

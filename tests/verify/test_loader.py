@@ -385,3 +385,101 @@ def test_an_adapter_of_torchtitan_is_the_witness(changed: str, verdict: str, tmp
     split(original, tmp_path / "out", tp=2, format="torchtitan")
     found = verify(original, tmp_path / "out", exact_only=True, loader=str(python))
     assert found.verdict == verdict and "torchtitan 9.0's own loader" in found.in_words
+
+
+SGLANG = {
+    "__init__": "__version__ = '9.0'",
+    "srt/server_args": """
+from types import SimpleNamespace as ServerArgs
+def set_global_server_args_for_scheduler(arguments):
+    import sgl_kernel.gemm, flashinfer  # which are not installed
+    assert sgl_kernel.gemm.fp8_scaled_mm(0) is None
+""",
+    "srt/runtime_context": """
+places = {}
+class Parallel:
+    override_permanently = staticmethod(lambda **of: places.update(of))
+get_parallel = Parallel
+""",
+    "srt/distributed/parallel_state": """
+import torch.distributed as dist
+from sglang.srt.runtime_context import places
+def init_distributed_environment(size, rank, local_rank, backend):
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size) == (places.get("tp_rank", rank), size)
+def initialize_model_parallel():
+    assert dist.new_group([0, 1], backend="gloo") is not None  # a real one would wait for the other rank
+def destroy_model_parallel():
+    places.clear()
+destroy_distributed_environment = dist.destroy_process_group
+""",
+    "srt/configs/load_config": "from types import SimpleNamespace as LoadConfig",
+    "srt/configs/model_config": """
+import torch
+class ModelConfig:
+    def from_server_args(arguments):
+        config = ModelConfig()
+        config.path, config.dtype, config.size = arguments.model_path, torch.float32, arguments.tp_size
+        return config
+""",
+    "srt/model_loader/loader": """
+import glob, torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+JOINED = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+def parts(tensors, size):
+    found = {}
+    for name, tensor in tensors:
+        module = name.split(".")[-2]
+        if module in CUT:
+            tensor = tensor.chunk(size, CUT[module])[dist.get_rank()]
+        elif module in ("embed_tokens", "lm_head"):
+            rows = -(-len(tensor) // 64) * 64
+            tensor = torch.cat([tensor, torch.zeros(rows - len(tensor), tensor.shape[1])]).chunk(size)[dist.get_rank()]
+        joined, at = JOINED.get(module, (module, 0))
+        found.setdefault(name.replace(module, joined), {})[at] = tensor
+    return {name: [of[at] for at in sorted(of)] for name, of in found.items()}
+class DefaultModelLoader:
+    def __init__(self, config):
+        assert config.load_format == "safetensors"
+    def _get_all_weights(self, config, model):
+        return [each for file in glob.glob(config.path + "/*.safetensors") for each in load_file(file).items()]
+class Model(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.size, self.own = config.size, parts(DefaultModelLoader._get_all_weights(None, config, None), config.size)
+        self.own = {name: torch.empty_like(torch.cat(of)) for name, of in self.own.items()}
+    def state_dict(self, **_):
+        return self.own
+    def load_weights(self, weights):
+        for name, of in parts(weights, self.size).items():
+            at = 0
+            for each in of:
+                self.own[name][at : at + len(each)].copy_(each)
+                at += len(each)
+_initialize_model = lambda config, load_config: Model(config)
+class ShardedStateLoader:
+    DEFAULT_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+    _filter_subtensors = staticmethod(lambda state: state)
+""",
+}
+"""A program of the name of SGLang, which holds Llama as SGLang does."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"), [("", "same"), ('JOINED |= {"gate_proj": ("gate_up_proj", 2)}', "different")]
+)
+def test_both_ranks_of_sglang_are_played_in_one_process(changed: str, verdict: str, tmp_path: Path) -> None:
+    for name, text in SGLANG.items():
+        file = tmp_path / f"sglang/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + (changed if name.endswith("/loader") else ""))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    original = store.checkpoint("llama")
+    split(original, tmp_path / "out", tp=2, format="sglang")
+    found = verify(original, tmp_path / "out", exact_only=True, loader=str(python))
+    assert found.verdict == verdict and "SGLang 9.0's own loader" in found.in_words
+    assert verdict == "different" or "tensors of 2 ranks" in found.in_words

@@ -206,7 +206,7 @@ MUTATIONS = (
     Mutation("formats", 'condition + (f" and ({rule.when.text})" if rule.when else "")',
              "rule.when.text if rule.when else condition",
              ("tests/formats/test_format_file.py",)),
-    Mutation("verify", "return self.memory.total <= self.capacity", "return True", PROFILE),
+    Mutation("reshard/profile", "return self.memory.total <= self.capacity", "return True", PROFILE),
     # resuming, tied tables, casts
     Mutation("reshard/move", "any(moved.written.get(target.name) != part.digest() for target, part in sums.items())",
              "False", RESUMING),

@@ -30,7 +30,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
 from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import bind, lines_for, tied_twice
+from reshard.model.binding import bind, lines_for, may_be_tied, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
@@ -223,7 +223,8 @@ def _bound(
     def are_same(name: str, first: str) -> bool:
         return look_alike(tensors[name], tensors[first])
 
-    seconds = Spellings(architecture, config).second_names(tensors)
+    tied = may_be_tied(architecture, config)
+    seconds = Spellings(architecture, config).second_names(tensors) if tied else {}
     again = {second: first for second, first in seconds.items() if are_same(second, first)}
     twice = tied_twice(architecture, config, full, are_same, again)
     full = [tensor for tensor in full if tensor.name not in twice]

@@ -104,7 +104,7 @@ def test_a_rank_in_many_steps_and_its_config(tmp_path: Path, monkeypatch: pytest
         calls.clear()
 
 
-@pytest.mark.parametrize(("model", "form"), [("llama", "vllm"), ("mixtral", "sglang")])
+@pytest.mark.parametrize(("model", "form"), [("llama", "vllm"), ("phi3", "sglang")])
 def test_a_rank_in_another_format(model: str, form: str, tmp_path: Path) -> None:
     """Constants too."""
     split(store.checkpoint(model), tmp_path / "out", tp=2, format=form)

@@ -240,7 +240,7 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
         (
             "llama",
             {"tp": 2},
-            "the bytes, by the built-in rules of 'llama'; no forward pass; ranks' sizes as their tensors have them.",
+            "the bytes, by the built-in rules of 'llama'; no forward pass; ranks' sizes by their tensors.",
         ),
         (
             "llama",

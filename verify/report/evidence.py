@@ -34,7 +34,7 @@ def evidence_of(
     else:
         yield "no forward pass"
         if shards.stated is not None:
-            yield f"ranks' sizes {'from split' if sizes else 'as their tensors have them'}"
+            yield f"ranks' sizes {'from split' if sizes else 'by their tensors'}"
     if not shards.format.plain or answer.loader is not None:
         yield f"the format '{shards.format.name}' {_of_format(answer, original, shards)}"
 

@@ -161,3 +161,18 @@ def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
         if module in graph:
             graph[module].remove(name)  # raises KeyError for one that is undone
     assert len([*graphlib.TopologicalSorter(graph).static_order()]) > 20
+
+
+@pytest.mark.parametrize("package", ["reshard.formats", OWN, "reshard.verify"])
+def test_a_name_stands_for_one_thing(package: str) -> None:
+    """No class or alias of a type has the name of another in its package."""
+    where: dict[str, str] = {}
+    for module in modules_of(package):
+        for node in ast.parse(FILES[module].read_text()).body:
+            is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+            name = (
+                node.name if isinstance(node, ast.ClassDef) else getattr(node.targets[0], "id", "") if is_alias else ""
+            )
+            if (plain := name.lstrip("_")) and plain[0].isupper() and not plain.isupper():
+                assert plain not in where, f"{plain} is in {where[plain]} and in {module}"
+                where[plain] = module

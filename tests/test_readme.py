@@ -24,7 +24,7 @@ from reshard.cli.coverage import FILE as COVERAGE
 from reshard.cli.coverage import coverage
 from reshard.formats.notation.architecture import Architecture
 from reshard.formats.notation.architecture_files import BUILT_IN, built_in_architectures, load_architecture
-from reshard.formats.notation.format_file import Factor, adapter_format, adapter_format_names
+from reshard.formats.notation.format_file import ExpertFactor, adapter_format, adapter_format_names
 from tests import remote, support, zoo
 from tests.marks import of_ranks, thorough
 from tools.api_text import api_text, live_text
@@ -210,7 +210,7 @@ def adapter_table() -> str:
     """How A and B of experts lie in each format of adapters."""
     rows = ["| `--as` | A | B | read by | tried |", "|---|---|---|---|---|"]
     for each in map(adapter_format, adapter_format_names()):
-        a, b = each.factors or (Factor("0.gate_proj.lora_A.weight", "rank in"), Factor("", "out rank"))
+        a, b = each.factors or (ExpertFactor("0.gate_proj.lora_A.weight", "rank in"), ExpertFactor("", "out rank"))
         end = a.name.removeprefix("{module}.").replace("{wrapped}", "").format(leaf="down_proj", word="down")
         x, y = ("in", "out") if each.second or each.since is None else ("out", "in")
         axes = [re.sub(r"\bx\b", x, re.sub(r"\by\b", y, factor.axes)) for factor in (a, b)]

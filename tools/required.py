@@ -136,7 +136,7 @@ def published(others: Collection[str]) -> dict[str, Mapping[str, Any]]:
             tables[kind]["always"] |= {module: [line for line in lines if line not in free]}
             tables[kind]["also"] = sorted({*tables[kind]["also"], *free})
         if towers := published_towers(builds):
-            tables[kind]["towers"] = towers
+            tables[kind]["towers"] = dict(sorted(towers.items()))
     return tables
 
 
@@ -473,7 +473,7 @@ def table_of(builds: Sequence[Build]) -> dict[str, Any]:
                 always[module].append(line)
     table: dict[str, Any] = {"always": dict(sorted(always.items()))}
     table["also"] = sorted(lines.difference(*always.values()))
-    return table | ({"towers": towers} if towers else {}) | ({"stacks": counts} if counts else {})
+    return table | ({"towers": dict(sorted(towers.items()))} if towers else {}) | ({"stacks": counts} if counts else {})
 
 
 def towers_of(builds: Sequence[Build], of_towers: Set[str]) -> dict[str, Any]:

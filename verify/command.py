@@ -27,7 +27,7 @@ from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import Taken, default, system_errors
 from reshard.transforms.opening import merged, open_any, with_quantized
-from reshard.verify.bytes.comparison import Progress, no_progress
+from reshard.verify.bytes.comparison import ByteProgress, no_progress
 from reshard.verify.bytes.exact import compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.kept import is_known, is_quantized, stays_float32
@@ -243,7 +243,7 @@ class VerifyRequest(Access, RunSettings):
     engine: str | None = None
     engine_python: str | None = None
     loader: str | None = None
-    progress: Taken[Progress | bool, Progress] = default(no_progress)
+    progress: Taken[ByteProgress | bool, ByteProgress] = default(no_progress)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,7 +41,7 @@ Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ColumnSums:
     """The sums of a part of a file in columns, of which the first is that of the word in which the part begins.
 
     A part of fewer words than there are columns has as many columns as words.
@@ -56,7 +56,7 @@ class Part:
         return offset % WORD == self.phase
 
 
-def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
+def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> ColumnSums:
     """Sum a part of a file that begins at ``offset`` bytes of it (only ``offset`` modulo 8 matters)."""
     phase = offset % WORD
     raw = np.frombuffer(data, dtype=np.uint8)
@@ -64,11 +64,11 @@ def sum_part(data: memoryview | bytes | NDArray[np.uint8], offset: int) -> Part:
         raw = np.frombuffer(b"".join((bytes(phase), raw.data, bytes(-(phase + raw.size) % WORD))), dtype=np.uint8)
     words = raw.view("<u8")
     if words.size < WIDTH:
-        return Part(phase, words.astype(np.uint64))  # a copy, as the data may change
+        return ColumnSums(phase, words.astype(np.uint64))  # a copy, as the data may change
     whole = words.size // WIDTH * WIDTH
     columns: Words = np.add.reduce(words[:whole].reshape(-1, WIDTH), axis=0, dtype=np.uint64)
     columns[: words.size - whole] += words[whole:]
-    return Part(phase, columns)
+    return ColumnSums(phase, columns)
 
 
 class PartialSum:
@@ -79,7 +79,7 @@ class PartialSum:
         self.seen = 0
         self._columns = np.zeros(WIDTH, dtype=np.uint64)
 
-    def add(self, offset: int, length: int, part: Part | None) -> None:
+    def add(self, offset: int, length: int, part: ColumnSums | None) -> None:
         """Take in a part, or (None) only count its bytes."""
         self.seen += length
         if part is None:

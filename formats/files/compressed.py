@@ -63,7 +63,7 @@ def compressor(nbytes: int) -> zstandard.ZstdCompressionObj:
     return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
 
 
-class _Frame:
+class FrameReader:
     """The content of a frame, from its beginning on."""
 
     def __init__(self, frame: Frame, read_range: ReadRange) -> None:
@@ -110,7 +110,7 @@ class Block(NamedTuple):
 
 def _xor_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
     """The blocks of a frame, one after the other."""
-    content = _Frame(frame, read_range)
+    content = FrameReader(frame, read_range)
     for begin in range(0, frame.nbytes, STEP):
         count = min(STEP, frame.nbytes - begin)
         yield Block(content.take(count, is_last=begin + count == frame.nbytes), None)
@@ -118,7 +118,7 @@ def _xor_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
 
 def _overwrite_blocks(frame: Frame, read_range: ReadRange) -> Iterator[Block]:
     """The blocks of a frame, one after the other: the places and the values are read side by side."""
-    places, values = _Frame(frame, read_range), _Frame(frame, read_range)
+    places, values = FrameReader(frame, read_range), FrameReader(frame, read_range)
     remaining = int(places.take(_PLACE).view("<u4")[0])
     if remaining > frame.nbytes:
         raise places.refused(f"has {remaining} places for {frame.nbytes} bytes")

@@ -29,7 +29,7 @@ from reshard.formats.files.pickles import (
     Global,
     Inert,
     Names,
-    Tensor,
+    PickledTensor,
     are_sizes,
     attribute,
     empty_dict,
@@ -129,7 +129,7 @@ def read_distributed(folder: FilePath) -> Distributed:
         if not isinstance(value := attribute(root, key), dict):
             raise _wrong(path, f"its '{key}' is a {kind_of(value)}, not a dictionary")
     places = dict(_places(path, attribute(root, "storage_data")))
-    shapes, parts = dict[str, tuple[tuple[int, ...], list[Chunk]]](), list[_Part]()
+    shapes, parts = dict[str, tuple[tuple[int, ...], list[Chunk]]](), list[Located]()
     for name, entry in attribute(root, "state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, Inert) or entry.path not in (_TENSOR, _BYTES):
             raise _wrong(path, f"its entry for {quote(name)} is a {kind_of(entry)}")
@@ -223,7 +223,7 @@ def _tensor(path: FilePath, name: str, entry: Inert) -> tuple[str, tuple[int, ..
     return dtype, shape, boxes[:1] if 0 in shape else [at for at in boxes if 0 not in at.shape]
 
 
-_Part = tuple[Blob, str, int, tuple[str, tuple[int, ...]] | None]
+Located = tuple[Blob, str, int, tuple[str, tuple[int, ...]] | None]
 """Bytes of a file, and what should be in them: an object (None), or a chunk with its number, dtype and shape."""
 
 
@@ -232,7 +232,7 @@ _EDGE = 2048
 
 
 def _look_into(
-    path: FilePath, parts: Sequence[_Part], contents: dict[tuple[str, int], TensorInfo], pickles: dict[bytes, object]
+    path: FilePath, parts: Sequence[Located], contents: dict[tuple[str, int], TensorInfo], pickles: dict[bytes, object]
 ) -> int:
     """Find what lies in a file, by name and number; returns its size in bytes. ``pickles`` are those read before.
 
@@ -264,7 +264,7 @@ def _look_into(
                     if pickled not in pickles:  # chunks of one shape have equal pickles
                         pickles[pickled] = archive.read(TENSORS, "plain tensors are read")
                     saved = pickles[pickled]
-                    if not isinstance(saved, Tensor):
+                    if not isinstance(saved, PickledTensor):
                         raise _wrong(path, f"tensor '{name}' is stored as a {kind_of(saved)}")
                     info = archive.place(name, saved)
                 else:  # a file that torch wrote as safetensors: .metadata's ranges say nothing of it

@@ -39,7 +39,7 @@ from reshard.formats.files.dcp import (
     group_settings,
     object_bytes,
 )
-from reshard.formats.files.pickles import TENSORS, Inert, Tensor, are_sizes, attribute, is_plain, kind_of, quote
+from reshard.formats.files.pickles import TENSORS, Inert, PickledTensor, are_sizes, attribute, is_plain, kind_of, quote
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.torch_archive import BESIDE, pickled_tensor, torch_file
 from reshard.formats.store import FilePath, glob, read_ranges
@@ -63,7 +63,7 @@ _DEEP = 6
 _SETTINGS_FILE = "zero/optimizer_state.pt"
 _CARRIED = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """The settings of an optimizer that are those of no group."""
-Shape = tuple[int, ...]
+Lengths = tuple[int, ...]
 
 _SETTING = re.compile(r"(?:.*\.)?param_groups\.(\d+)\.(\w+)")
 _STEP = re.compile(r"(?:.*\.)?state\.(.+)\.step")
@@ -215,7 +215,7 @@ def _read(path: FilePath) -> _File:
 
         def locate(name: str, value: object, depth: int) -> Any:
             """The same, with where tensors lie; what comes again is done once."""
-            if isinstance(value, Tensor):
+            if isinstance(value, PickledTensor):
                 return archive.place(name, value)
             if not isinstance(value, dict | list) or depth > _DEEP:
                 return value
@@ -230,7 +230,7 @@ def _read(path: FilePath) -> _File:
         return _File(path, {str(key): locate(str(key), value, 1) for key, value in state.items()})
 
 
-def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
+def _shapes(group: object, path: FilePath) -> dict[str, Lengths]:
     if not isinstance(group, dict) or not all(map(are_sizes, group.values())):
         raise CheckpointError(f"{path}: its param_shapes are no shapes")
     return group
@@ -239,7 +239,7 @@ def _shapes(group: object, path: FilePath) -> dict[str, Shape]:
 # ------------------------------------------------------------------------------------------------------ flat lists
 
 
-def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Shape]]) -> tuple[str, Entries]:
+def _of_lists(main: _File, optimizers: Sequence[_File], groups: Sequence[dict[str, Lengths]]) -> tuple[str, Entries]:
     """Return the form of the optimizer's files (such as its ZeRO stage) and the entries of its masters and states."""
     if not optimizers:
         return "no ZeRO, whose optimizer is not read" if main.content.get("optimizer") else "no ZeRO", {}
@@ -290,7 +290,7 @@ def _form(state: Mapping[str, Any]) -> tuple[object, object]:
 
 
 def _settings(
-    states: Sequence[dict[str, Any]], saved: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
+    states: Sequence[dict[str, Any]], saved: Mapping[str, Any], groups: Sequence[Mapping[str, Lengths]]
 ) -> Entries:
     """Return an optimizer's entries that are not lists: its steps, of a group or of a sub-group, and its settings."""
     groups_of, named, entries = saved.get("param_groups"), [[*group] for group in groups], Entries()
@@ -316,7 +316,7 @@ def _lists(values: Iterable[object] | None) -> list[TensorInfo]:
 
 
 def _tensors(
-    groups: Sequence[dict[str, Shape]], of_ranks: Sequence[Sequence[TensorInfo]], maps: Sequence[Sequence[Any]] | None
+    groups: Sequence[dict[str, Lengths]], of_ranks: Sequence[Sequence[TensorInfo]], maps: Sequence[Sequence[Any]] | None
 ) -> Iterator[tuple[str, Sharded]]:
     """The tensors of a kind, each with its name, given the lists of each rank.
 
@@ -351,7 +351,7 @@ def _tensors(
 
 
 def _of_slices(
-    shapes: dict[str, Shape], parts: Sequence[TensorInfo], slices: Sequence[Mapping[str, Any]]
+    shapes: dict[str, Lengths], parts: Sequence[TensorInfo], slices: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[TensorInfo]]:
     """Parameters in another order than ``shapes`` (``round_robin_gradients``), or with padding between them."""
     fragments: dict[str, list[TensorInfo]] = defaultdict(list)
@@ -381,7 +381,7 @@ def _of_slices(
 
 
 def _universal(
-    folder: FilePath, settings: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]], shared: Mapping[str, str]
+    folder: FilePath, settings: Mapping[str, Any], groups: Sequence[Mapping[str, Lengths]], shared: Mapping[str, str]
 ) -> tuple[Entries, list[FilePath]]:
     """A file a tensor, and the files; those made from stage 3 are flat, and ``param_shapes`` of the model has their
     shapes.
@@ -400,7 +400,7 @@ def _universal(
             if isinstance(value, int | float) and path in steps:
                 entries[keys] = value
                 continue
-            if not isinstance(value, Tensor):
+            if not isinstance(value, PickledTensor):
                 raise CheckpointError(f"{path}: holds a {kind_of(state)}, not a tensor")
             info = archive.place(name, value)
         is_flat = info.shape and not isinstance(state, dict)
@@ -449,7 +449,7 @@ def is_setting(name: str) -> bool:
 
 
 def universal_documents(
-    tensors: Mapping[str, Shape], states: Collection[str], shared: Mapping[str, str], saved: Distributed | None
+    tensors: Mapping[str, Lengths], states: Collection[str], shared: Mapping[str, str], saved: Distributed | None
 ) -> Iterator[tuple[str, bytes]]:
     """The small files of a checkpoint of ``tensors``, of which some have ``states``; ``shared`` are copies of others.
 

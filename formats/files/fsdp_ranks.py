@@ -28,7 +28,7 @@ from reshard.formats.files.pickles import (
     SHARDED_TENSOR,
     SHARDS,
     Inert,
-    Tensor,
+    PickledTensor,
     are_sizes,
     attribute,
     kind_of,
@@ -37,13 +37,13 @@ from reshard.formats.files.pickles import (
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.torch_archive import BESIDE, TorchArchive, torch_file
 from reshard.formats.mesh import MOST_RANKS
-from reshard.formats.notation.placements import Cut, runs_of
+from reshard.formats.notation.placements import ShardedDim, runs_of
 from reshard.formats.store import FilePath
 
 _NAMES = SHARDS.with_classes(*BESIDE)
 
 
-class Part(NamedTuple):
+class RankChunks(NamedTuple):
     """The chunks that one rank has of a tensor.
 
     ``place`` is the rank's coordinate in the ``mesh``; None for a plain tensor. ``copy`` holds pairs (dimension of the
@@ -61,8 +61,8 @@ class _Rank:
     """The content of a rank's files. ``states`` has the tensors of each kind, by the number or name of a parameter."""
 
     path: FilePath
-    parts: dict[str, Part]
-    states: dict[Any, dict[str, Part]] = field(default_factory=dict)
+    parts: dict[str, RankChunks]
+    states: dict[Any, dict[str, RankChunks]] = field(default_factory=dict)
     groups: Any = None
 
     @property
@@ -131,12 +131,12 @@ def _read(number: int, world: int, path: FilePath, optimizer: FilePath | None) -
 
 def _parts(
     archive: TorchArchive, state: Mapping[Any, object], number: int, world: int, parameter: object = None
-) -> Iterator[tuple[Any, Part]]:
+) -> Iterator[tuple[Any, RankChunks]]:
     """Yield each tensor of a state dict, or of the state of a ``parameter``, with its name, as the part that it is."""
     for name, value in state.items():
         place = partial(archive.place, str(name))
-        if isinstance(value, Tensor):
-            yield name, Part(whole(place(value)))
+        if isinstance(value, PickledTensor):
+            yield name, RankChunks(whole(place(value)))
         elif isinstance(value, Inert) and value.path in (*DTENSORS, SHARDED_TENSOR):
             shape: Any = value.arguments[2] if len(value.arguments) > 2 else None
             try:
@@ -149,12 +149,12 @@ def _parts(
                 raise MismatchError(f"{archive.path}: tensor {tensor}: {error!s:.300}", TOGETHER) from None
 
 
-Place = Callable[[Tensor], TensorInfo]
+Place = Callable[[PickledTensor], TensorInfo]
 
 
-def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
+def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> RankChunks:
     local, mesh = attribute(value, "_local_tensor"), attribute(value, "_spec", "mesh")
-    if not isinstance(local, Tensor) or not isinstance(mesh, Inert):
+    if not isinstance(local, PickledTensor) or not isinstance(mesh, Inert):
         raise ValueError("it has no local tensor, or no mesh")
     sizes, place = _mesh_shape(mesh), tuple(attribute(mesh, "_coordinate_on_dim") or ())
     stated_rank, placed = attribute(mesh, "_rank"), attribute(value, "_spec", "placements")
@@ -173,13 +173,13 @@ def _of_dtensor(value: Inert, shape: tuple[int, ...], number: int, world: int, p
     names = attribute(mesh, "_mesh_dim_names") or attribute(mesh, "mesh_dim_names") or ("",) * len(sizes)
     shown_mesh = " x ".join(f"{name} {size}".strip() for name, size in zip(names, sizes, strict=False))
     tensor = Sharded(shape, [*in_boxes(place_of(local), itertools.product(*runs))])
-    return Part(tensor, place, copy, shown_mesh)
+    return RankChunks(tensor, place, copy, shown_mesh)
 
 
 def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
     """The sizes of a mesh: those of the array of its ranks or, since torch 2.10, of its layout."""
     ranks, axes = attribute(mesh, "mesh"), attribute(mesh, "_layout", "axes")
-    if isinstance(ranks, Tensor):
+    if isinstance(ranks, PickledTensor):
         return ranks.shape
     of_axes = [attribute(axis, "shape") for axis in axes] if axes is not None else None
     lengths = attribute(mesh, "_layout", "shape") if of_axes is None else of_axes
@@ -189,7 +189,7 @@ def _mesh_shape(mesh: Inert) -> tuple[int, ...]:
     return sizes
 
 
-def _placement(placement: Inert, dims: int) -> Cut | None:
+def _placement(placement: Inert, dims: int) -> ShardedDim | None:
     """A placement as data. Raises ValueError for one that is no part of a tensor."""
     kind, dim = placement.path.rpartition(".")[2], attribute(placement, "dim")
     if kind == "Replicate":
@@ -197,10 +197,10 @@ def _placement(placement: Inert, dims: int) -> Cut | None:
     parts = {"Shard": 1, "_StridedShard": attribute(placement, "split_factor")}.get(kind)
     if type(dim) is not int or not -dims <= dim < dims or type(parts) is not int or not 0 < parts <= MOST_RANKS:
         raise ValueError(f"the placement {kind} does not say which elements the rank holds")
-    return Cut(dim % dims, parts)
+    return ShardedDim(dim % dims, parts)
 
 
-def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> Part:
+def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, place_of: Place) -> RankChunks:
     """A ShardedTensor, which states the offsets of its parts."""
     shards, _, group, *_ = value.state
     rank, size = attribute(group, "global_rank"), attribute(group, "global_world_size")
@@ -213,7 +213,7 @@ def _of_shards(value: Inert, shape: tuple[int, ...], number: int, world: int, pl
         if not all(map(are_sizes, chunk)) or tensor.shape != chunk.shape or len(chunk.offset) != len(shape):
             raise ValueError(f"the part {list(tensor.shape)} is said to be {list(chunk.shape)}")
         chunks.append((chunk, place_of(tensor)))
-    return Part(Sharded(shape, chunks), (number,))
+    return RankChunks(Sharded(shape, chunks), (number,))
 
 
 # ---------------------------------------------------------------------------------------------------- the optimizer

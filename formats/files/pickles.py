@@ -5,7 +5,7 @@ an object of a listed class an ``Inert`` with its arguments and its state, and w
 in a table of functions of the reader's. Any other name, and any instruction that such data does not need, is refused.
 The machine keeps a flat stack, hashes no nested key, and makes at most one thing for each instruction.
 
-A tensor in a pickle of torch's becomes a ``Tensor``, which says in which record of an archive its bytes lie.
+A tensor in a pickle of torch's becomes a ``PickledTensor``, which says in which record of an archive its bytes lie.
 
 Source: ``Lib/pickle.py`` and ``Lib/pickletools.py`` of Python 3.13 (protocols 2 to 5);
 ``torch/serialization.py``, ``torch/_utils.py`` and ``torch/_weights_only_unpickler.py`` of PyTorch 2.4 to 2.13.
@@ -375,7 +375,7 @@ class Storage:
 
 
 @dataclass(slots=True)
-class Tensor:
+class PickledTensor:
     """Stands for a tensor: a view of a storage. ``offset`` and ``strides`` count elements of ``dtype``."""
 
     storage: Storage
@@ -419,20 +419,20 @@ def _load(persistent: Any) -> Storage:
 def _rebuild_v2(
     storage: object, offset: Any, shape: Any, strides: Any, _grad: object = None, _hooks: object = None,
     metadata: object = None, *, dtype: str | None = None,
-) -> Tensor:  # fmt: skip
+) -> PickledTensor:  # fmt: skip
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
     if not (are_sizes((offset,)) and are_sizes(shape) and are_sizes(strides) and len(shape) == len(strides)):
         raise ValueError("a tensor's offset, shape and strides should be sizes")
     if metadata:
         raise RefusedError("a tensor that is stored conjugated, negated or quantized")
-    return Tensor(storage, offset, shape, strides, dtype or storage.dtype)
+    return PickledTensor(storage, offset, shape, strides, dtype or storage.dtype)
 
 
 def _rebuild_v3(
     storage: object, offset: object, shape: object, strides: object, grad: object, hooks: object, dtype: object,
     metadata: object = None,
-) -> Tensor:  # fmt: skip
+) -> PickledTensor:  # fmt: skip
     if not isinstance(dtype, Global) or dtype.path not in DTYPES:
         raise RefusedError(f"a tensor of dtype {kind_of(dtype)}")
     return _rebuild_v2(storage, offset, shape, strides, grad, hooks, metadata, dtype=DTYPES[dtype.path])

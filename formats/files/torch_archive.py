@@ -35,8 +35,8 @@ from reshard.formats.files.pickles import (
     Inert,
     Names,
     Persistent,
+    PickledTensor,
     Storage,
-    Tensor,
     kind_of,
     quote,
     read_pickle,
@@ -142,7 +142,7 @@ class TorchArchive:
         """Return the saved object, built of stand-ins (see ``formats.files.pickles``)."""
         return read_pickle(self.record("data.pkl"), names, self.where, may)
 
-    def place(self, name: str, tensor: Tensor) -> TensorInfo:
+    def place(self, name: str, tensor: PickledTensor) -> TensorInfo:
         """The bytes of a tensor. Raises CheckpointError if they are not contiguous or not all there."""
         entry = self.entries.get(f"data/{tensor.storage.key}")
         if entry is None:
@@ -239,7 +239,7 @@ def _holds_tensor(value: object) -> bool:
     todo, seen = [value], set()
     while todo:
         item = todo.pop()
-        if isinstance(item, (Tensor, Storage)):
+        if isinstance(item, (PickledTensor, Storage)):
             return True
         if id(item) not in seen and isinstance(item, (dict, list, tuple)):
             seen.add(id(item))
@@ -256,14 +256,14 @@ def _locate(archive: TorchArchive, state: object) -> tuple[dict[str, TensorInfo]
     first_of: dict[tuple[int, str, tuple[int, ...]], TensorInfo] = {}
     aliases: dict[str, str] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and isinstance(name, str):
+        if isinstance(value, PickledTensor) and isinstance(name, str):
             info = archive.place(name, value)
             same = info.offset if info.nbytes else -len(first_of)  # empty tensors are never tied
             first = first_of.setdefault((same, info.dtype, info.shape), info)
             if first is not info:
                 aliases[name] = first.name
         elif _holds_tensor(value):
-            what = "a tensor" if isinstance(value, Tensor) else f"a {kind_of(value)} with tensors"
+            what = "a tensor" if isinstance(value, PickledTensor) else f"a {kind_of(value)} with tensors"
             raise CheckpointError(
                 f"{archive.path}: entry {quote(name)} is {what}; a state dict maps names to tensors",
                 "save the state dict alone",

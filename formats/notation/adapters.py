@@ -25,12 +25,12 @@ from reshard.formats.notation.components import linear, unfused
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import (
     AdapterFormat,
-    Factor,
+    ExpertFactor,
     adapter_format,
     adapter_format_names,
     versions,
 )
-from reshard.formats.notation.spellings import ModuleTensor, Part, module_tensors, shapes_in
+from reshard.formats.notation.spellings import ModuleTensor, SourcePart, module_tensors, shapes_in
 from reshard.formats.notation.tables import version_of
 
 
@@ -67,7 +67,7 @@ def of_experts(stack: ModuleTensor) -> Iterator[ModuleTensor]:
     shape, when = stack.shapes[0]
     for name, matrix in unfused(stack.name, shape).items():
         if name.endswith(".weight"):
-            part = Part(whole.source, matrix.label, matrix.index)
+            part = SourcePart(whole.source, matrix.label, matrix.index)
             turned = stack.turned != (shape.arrow is not None)
             yield ModuleTensor(name, (part,), ((linear(matrix), when),), turned=turned)
 
@@ -152,7 +152,7 @@ def _is_grouped(value: object, where: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoraSettings:
     """The settings in ``adapter_config.json``: ``ranks`` by patterns of names, ``rank`` for all other names.
 
     ``alphas`` and ``alpha`` likewise; ``stabilised``: alpha is divided by the root of the rank. ``targets`` are
@@ -224,7 +224,7 @@ class Settings:
         return f"{module}.{leaf}" if self.is_target(target.name) and not module.endswith(f".{leaf}") else module
 
 
-def settings_of(content: object, where: object) -> Settings:
+def settings_of(content: object, where: object) -> LoraSettings:
     """Read ``adapter_config.json``. Raises PlanError for an adapter that is not LoRA, or of another form."""
     try:
         document = {key: value for key, value in json_object(content, SETTINGS).items() if value is not None}
@@ -232,7 +232,7 @@ def settings_of(content: object, where: object) -> Settings:
             raise PlanError(
                 f"{where}: the adapter is {brief(kind)}; only LORA is read", "merge it into its base model first"
             )
-        return structure(Settings, Record(document, ""))
+        return structure(LoraSettings, Record(document, ""))
     except Unfit as error:
         raise PlanError(f"{where}: adapter_config.json: {error}") from None
 
@@ -256,8 +256,8 @@ def _fits(name: str, names: Sequence[str] | re.Pattern[str]) -> bool:
 class FactorLayout(NamedTuple):
     """A and B of a stack: the ends of their names, and their axes, which are expert, rank, in and out."""
 
-    a: Factor
-    b: Factor
+    a: ExpertFactor
+    b: ExpertFactor
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Adapted:
 def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tuple[ModuleTensor, ...]]:
     """The tensors of a model by the names of modules, and by those of checkpoints, which are modules' elsewhere."""
     tensors_of: dict[str, tuple[ModuleTensor, ...]] = {}
-    named = (ModuleTensor(name, (Part(name),), tuple(shapes_in(rules))) for name, rules in base.tensors.items())
+    named = (ModuleTensor(name, (SourcePart(name),), tuple(shapes_in(rules))) for name, rules in base.tensors.items())
     tensors = [*tensors_of_modules(base, config), *named]
     for tensor in (*tensors, *chain.from_iterable(map(of_experts, tensors))):
         if tensor not in (earlier := tensors_of.get(tensor.name, ())):
@@ -299,7 +299,7 @@ def parameters(base: Architecture, config: Mapping[str, Any]) -> Mapping[str, tu
     return tensors_of
 
 
-def wrapped(base: Architecture, config: Mapping[str, Any], settings: Settings) -> Iterator[Adapted]:
+def wrapped(base: Architecture, config: Mapping[str, Any], settings: LoraSettings) -> Iterator[Adapted]:
     """The parameters that an adapter to a model may change."""
     of_module: dict[str, list[tuple[ModuleTensor, ...]]] = {}
     for name, tensors in parameters(base, config).items():
@@ -347,7 +347,7 @@ def _form(
     names = [factor.name.format(**words) for factor in format.factors]
     place = names[0].rpartition("A")[0]
     a, b = (
-        Factor(name.removeprefix(place), re.sub(r"\b[xy]\b", lambda match: axes[match[0]], factor.axes))
+        ExpertFactor(name.removeprefix(place), re.sub(r"\b[xy]\b", lambda match: axes[match[0]], factor.axes))
         for name, factor in zip(names, format.factors, strict=True)
     )
     return place, FactorLayout(a, replace(b, axes=b.axes.replace("(rank expert)", "(expert rank)")) if grouped else b)
@@ -381,7 +381,7 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
 
 
 def belongings(
-    base: Architecture, config: Mapping[str, Any], settings: Settings
+    base: Architecture, config: Mapping[str, Any], settings: LoraSettings
 ) -> Iterator[tuple[str, Adapted, str, tuple[Rule, ...]]]:
     """Yield the lines of the tensors that belong to each parameter: the parameter, the end of the line's name, and its
     rules.

@@ -99,7 +99,7 @@ def numbered_names(pattern: str, names: Iterable[str]) -> list[tuple[str, dict[s
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRule:
     """The cut of a tensor over ``tp``, in place of the one by the model's rules.
 
     Along an ``axis``, or along a dimension ``dim``; with neither, the tensor is replicated. A dimension is divided into
@@ -111,11 +111,11 @@ class Cut:
     parts: int = field(default=1, metadata={"read": whole(1)})
 
 
-def _cut(value: object, where: str) -> Cut:
+def _cut(value: object, where: str) -> CutRule:
     """``false``, an axis, a dimension, or a table of a dimension and its parts."""
     if value is False or isinstance(value, str):
-        return Cut(axis=value or None)
-    return reader_of(Cut)(value if isinstance(value, dict) else {"dim": value}, where)
+        return CutRule(axis=value or None)
+    return reader_of(CutRule)(value if isinstance(value, dict) else {"dim": value}, where)
 
 
 def _on(value: object, where: str) -> str | Mapping[str, str]:
@@ -128,7 +128,7 @@ def _on(value: object, where: str) -> str | Mapping[str, str]:
     return str(value)
 
 
-READERS |= {Pattern: lambda value, where: Pattern(text(value, where)), Cut: _cut, str | Mapping[str, str]: _on}
+READERS |= {Pattern: lambda value, where: Pattern(text(value, where)), CutRule: _cut, str | Mapping[str, str]: _on}
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Line:
     by: str | None = None
     dim: int | None = None
     ones: tuple[int, ...] | None = None
-    cut: Cut | None = None
+    cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None
     dtype: str | None = None
     function: str | None = None
@@ -226,7 +226,7 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedTensors:
     """Tensors that a program cannot have, where ``when`` holds, and ``why``; with ``scalars``, only scalars."""
 
     old: Pattern = field(metadata={"key": None})
@@ -272,7 +272,7 @@ class LaterLayers(Renaming):
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProgramConfig:
     """A program's own config file, ``file``, and how it is made from ``config.json`` and back.
 
     ``write`` has an expression for each of its entries, over the settings of ``config.json`` and the sizes of axes;
@@ -416,7 +416,7 @@ READERS[Files] = lambda value, where: reader_of(Files)({"name": value} if isinst
 
 
 @dataclass(frozen=True)
-class Container:
+class ContainerSettings:
     """The contents of files beside tensors.
 
     With ``chunks``, each file says where its chunks begin (see ``formats.files.chunks``). ``inside`` is the entry of a
@@ -539,7 +539,9 @@ class Rules:
     names: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
     constants: tuple[Constant, ...] = ()
     dropped: tuple[Dropped, ...] = field(default=(), metadata={"read": _named(Dropped, "when")})
-    refusals: tuple[Refusal, ...] = field(default=(), metadata={"key": "refused", "read": _named(Refusal, "why")})
+    refusals: tuple[RefusedTensors, ...] = field(
+        default=(), metadata={"key": "refused", "read": _named(RefusedTensors, "why")}
+    )
     stacks: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
     further: tuple[LaterLayers, ...] = field(default=(), metadata={"read": _named(LaterLayers, "to")})
     vectors: tuple[Pattern, ...] = ()
@@ -615,11 +617,11 @@ class Format:
     loading: Loading = field(metadata={"flat": True})
     files: Files
     rules: Rules
-    container: Container = field(default=Container(), metadata={"flat": True})
+    container: ContainerSettings = field(default=ContainerSettings(), metadata={"flat": True})
     padding: Padding = field(default=Padding(), metadata={"flat": True})
     types: Types = field(default=Types(), metadata={"key": None})
     demands: tuple[tuple[Expression, str], ...] = field(default=(), metadata={"read": _demands})
-    settings: Settings | None = field(default=None, metadata={"key": "config"})
+    settings: ProgramConfig | None = field(default=None, metadata={"key": "config"})
     same_ranks: bool = False
     plain: bool = False
     modules: bool = False

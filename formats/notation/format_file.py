@@ -70,7 +70,7 @@ FOLDER = Path(__file__).parents[1] / "adapters"
 
 
 @dataclass(frozen=True)
-class Factor:
+class ExpertFactor:
     """A or B of all experts: its ``name``, and its ``axes``, dimension by dimension, each slowest first."""
 
     name: str
@@ -101,8 +101,8 @@ class AdapterFormat:
     loaded_by: str
     load: str
     tried: str
-    a: Factor | None = field(default=None, metadata={"key": "lora_A"})
-    b: Factor | None = field(default=None, metadata={"key": "lora_B"})
+    a: ExpertFactor | None = field(default=None, metadata={"key": "lora_A"})
+    b: ExpertFactor | None = field(default=None, metadata={"key": "lora_B"})
     second: bool = field(default=False, metadata={"key": "input", "read": lambda value, where: value == "second"})
     flipped: frozenset[str] = frozenset()
     since: tuple[int, ...] | None = field(default=None, metadata={"read": lambda value, where: version_of(str(value))})
@@ -112,7 +112,7 @@ class AdapterFormat:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def factors(self) -> tuple[Factor, Factor] | None:
+    def factors(self) -> tuple[ExpertFactor, ExpertFactor] | None:
         """A and B of a stack; None: each expert has its own."""
         return None if self.a is None or self.b is None else (self.a, self.b)
 

@@ -18,7 +18,7 @@ from reshard.formats.notation.axes import Run, merge_runs
 Runs = tuple[Run, ...]
 
 
-class Cut(NamedTuple):
+class ShardedDim(NamedTuple):
     """A mesh dimension cuts dimension ``dim`` of the tensor (``Shard``).
 
     With ``parts`` (``_StridedShard``) each of so many parts of it is cut, and a rank has its piece of every part.
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     parts: int = 1
 
 
-Placements = Sequence[Cut | None]
+Placements = Sequence[ShardedDim | None]
 """The cut along each dimension of the mesh; ``None``: its ranks hold the same."""
 
 
@@ -117,5 +117,5 @@ def _shown(placements: Placements) -> str:
     return f"[{', '.join('Replicate()' if placement is None else _named(placement) for placement in placements)}]"
 
 
-def _named(cut: Cut) -> str:
+def _named(cut: ShardedDim) -> str:
     return f"Shard({cut.dim})" if cut.parts == 1 else f"_StridedShard({cut.dim}, {cut.parts})"

@@ -35,7 +35,7 @@ from reshard.formats.notation.heads import NO_HEAD, class_of, head_of
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """One source of a module's tensor: a checkpoint's tensor, by its template, whole or only the component ``label``.
 
     With ``at`` the source is one matrix of a stack: its number is that index of the module's name.
@@ -59,7 +59,7 @@ class ModuleTensor:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     shapes: Shapes
     stacked: str | None = None
     turned: bool = False
@@ -82,15 +82,15 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     Of a model type that is not known there, they are the checkpoint's.
     """
     rules = _holding(format_of("transformers").of(config).rules, base, config)
-    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, Part, Shapes]]] = defaultdict(dict)
+    joined: dict[tuple[int, str, bool], dict[int, tuple[Use, SourcePart, Shapes]]] = defaultdict(dict)
     for template, rules_of in base.tensors.items():
         shapes = tuple(shapes_in(rules_of))
-        for candidates in ([(template, Part(template), shapes)], [*_components(template, *shapes[0])]):
+        for candidates in ([(template, SourcePart(template), shapes)], [*_components(template, *shapes[0])]):
             covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
             if candidates and all(covering):
                 break
         else:
-            yield ModuleTensor(template, (Part(template),), shapes)
+            yield ModuleTensor(template, (SourcePart(template),), shapes)
             yield from _below(template, shapes, rules)
             continue
         for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
@@ -115,17 +115,17 @@ def _below(template: str, shapes: Shapes, rules: Rules) -> Iterator[ModuleTensor
     for line in rules.lines if template.endswith("*") else ():
         names = [pattern.text.replace("**", "*") for pattern in (line.target, *line.sources)]
         if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] != template:
-            yield ModuleTensor(names[0], (Part(names[1]),), shapes)
+            yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes)
 
 
-def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, Part, Shapes]]:
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, SourcePart, Shapes]]:
     """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
     module, _, leaf = name.rpartition(".")
     for part in components(shape) if not shape.is_open else ():
         dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
         if len(dim) == 1:
             own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", Part(name, part.label), ((own, when),)
+            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", SourcePart(name, part.label), ((own, when),)
 
 
 def shapes_in(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:

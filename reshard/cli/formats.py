@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.source.source import Source
 
 
-Row = tuple[str, str, str, str]
+FormatRow = tuple[str, str, str, str]
 """A format's name, what loads it, the names of its files, and the command."""
 
 
@@ -43,7 +43,7 @@ def formats_command(source: str | None, format: str | None, as_json: bool, **opt
     from reshard.formats.files.checkpoint import ADAPTER
     from reshard.formats.notation.format_file import all_formats, format_names, format_of, names_to_write
 
-    def row(entry: Format) -> Row:
+    def row(entry: Format) -> FormatRow:
         return entry.name, entry.loading.program, entry.files.name, entry.loading.command
 
     name, program, file, load = row(HUGGING_FACE)
@@ -95,7 +95,7 @@ def _why_not(source: Source, name: str) -> str | None:
     return None
 
 
-def _print_formats(rows: Sequence[Row], as_json: bool) -> None:
+def _print_formats(rows: Sequence[FormatRow], as_json: bool) -> None:
     keys = ("name", "loaded_by", "files", "load")
     # with names in the place of what a split decides
     loads = [re.sub(r"\{(\w+)\}", lambda match: match[1].upper(), command) for *_, command in rows]

@@ -9,7 +9,7 @@ from reshard.delta.differences import Diff, differences
 from reshard.delta.storing import write_delta
 from reshard.formats.errors import CheckpointError, MismatchError, refused
 from reshard.model.naming import ChoiceError
-from reshard.move.jobs import Progress, no_progress
+from reshard.move.jobs import ByteProgress, no_progress
 from reshard.source.access import Access, Place
 from reshard.source.opening import find
 from reshard.source.recognition import recognise
@@ -36,7 +36,7 @@ class DiffRequest(Access):
     _: KW_ONLY
     out: str | Path | None = field(default=None, repr=False)
     compress: bool = False
-    progress: Taken[Progress | bool, Progress] = default(no_progress)
+    progress: Taken[ByteProgress | bool, ByteProgress] = default(no_progress)
 
 
 def diff(request: DiffRequest) -> Diff:

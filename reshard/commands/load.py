@@ -17,9 +17,9 @@ from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_wr
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.engine import Steps, fill, requested
-from reshard.move.jobs import FilePlan, Job, Options, Progress, TargetPlace, no_progress
+from reshard.move.jobs import ByteProgress, FilePlan, Job, Options, TargetPlace, no_progress
 from reshard.move.moves import jobs_of
-from reshard.move.reading import Bytes, Reader
+from reshard.move.reading import ByteArray, Reader
 from reshard.move.slabs import LARGEST, Region, Slab, Slices
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.kept_fields import check_kept
@@ -45,7 +45,7 @@ def load_rank(
     target: Arrangement,
     rank: int,
     device: str = "cpu",
-    progress: Progress = no_progress,
+    progress: ByteProgress = no_progress,
 ) -> dict[str, torch.Tensor]:
     """The tensors of ``rank`` by name, in its local shapes. Reads only the bytes that the rank owns."""
     loaded: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def _places(kinds: Tensors, rank: int) -> dict[int, dict[str, TargetPlace]]:
     return {rank: {name: TargetPlace(FilePlan(name, rank, Layout(0)), 0) for name in kinds}}
 
 
-def _tensor(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(data: ByteArray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     from reshard.formats.torch_internals import TORCH_DTYPES
@@ -125,7 +125,7 @@ from 4 MB on, and to clear small ones takes longer than to read what goes into t
 """
 
 
-def _memory(sizes: Mapping[str, int]) -> dict[str, Bytes]:
+def _memory(sizes: Mapping[str, int]) -> dict[str, ByteArray]:
     """Memory for tensors of these sizes, by name."""
     groups, nbytes = list[dict[str, slice]](), 0
     for name, size in sizes.items():
@@ -138,11 +138,11 @@ def _memory(sizes: Mapping[str, int]) -> dict[str, Bytes]:
     return {name: array[at] for array, group in zip(arrays, groups, strict=True) for name, at in group.items()}
 
 
-def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, Bytes]) -> Iterator[tuple[str, int]]:
+def _fill(job: Job, slab: Slab, reader: Reader, memory: Mapping[str, ByteArray]) -> Iterator[tuple[str, int]]:
     """Fill the ranges of tensors that a slab writes, in place where they are contiguous; returns their names, and the
     bytes.
     """
-    places, blocks = [job.target(region.rank) for region in slab.writes], list[Bytes]()
+    places, blocks = [job.target(region.rank) for region in slab.writes], list[ByteArray]()
     data = [memory[place.file.name][place.offset :] for place in places]
     for tensor, region in zip(data, slab.writes, strict=True):
         begin = region.rows.offset + region.offset
@@ -190,7 +190,7 @@ class LoadRequest(RankRequest):
     """
 
     device: Taken[Device, str] = default("cpu")
-    progress: Taken[Progress | bool, Progress] = default(no_progress)
+    progress: Taken[ByteProgress | bool, ByteProgress] = default(no_progress)
 
 
 def load(request: LoadRequest) -> dict[str, torch.Tensor]:
@@ -289,14 +289,14 @@ def slices(request: RankRequest) -> list[Slice]:
     return sorted(found, key=lambda each: (each.file or "", each.offset))
 
 
-Block = tuple[Region, Sequence[range]]
+RegionRows = tuple[Region, Sequence[range]]
 
 
-def _block(region: Region, slices: Slices) -> Block:
+def _block(region: Region, slices: Slices) -> RegionRows:
     return region, [range(n)[of] for n, of in zip(region.shape, slices, strict=True)]
 
 
-def _even(blocks: Sequence[Block]) -> Iterator[tuple[Any, ...]]:
+def _even(blocks: Sequence[RegionRows]) -> Iterator[tuple[Any, ...]]:
     """Cut a block that several regions have into parts of rows with equal distances in each of them.
 
     Yields the shape of a part, and for each region where the first byte is, and the distances.

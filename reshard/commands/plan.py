@@ -13,7 +13,7 @@ from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.hints import typed
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.axes import Share
-from reshard.formats.notation.format import Cut, Format, Pattern
+from reshard.formats.notation.format import CutRule, Format, Pattern
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write, with_names
 from reshard.mesh.degrees import Sweep, sweep
 from reshard.mesh.plan import Degrees, Plan
@@ -344,7 +344,7 @@ def _how(stored: Stored, portions: Sequence[Portion]) -> str:
     words += ["pairs as halves"] if any(line.halves) else []
     words += [f"{line.function}(x)"] if line.function else []
     words += [f"as {line.dtype}"] if line.dtype else []
-    words += ["whole"] if line.cut == Cut() else []
+    words += ["whole"] if line.cut == CutRule() else []
     words += ["on the first rank, else zeros"] if line.on == "first rank" else []
     return ", ".join(words)
 

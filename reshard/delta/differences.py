@@ -25,8 +25,8 @@ from reshard.formats.notation.axes import Run, merge_runs
 from reshard.formats.quantization.fp8 import E4M3_VALUES
 from reshard.model.model import BoundTensor
 from reshard.model.naming import spelled_alike
-from reshard.move.jobs import Progress, no_progress
-from reshard.move.reading import Bytes
+from reshard.move.jobs import ByteProgress, no_progress
+from reshard.move.reading import ByteArray
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
 from reshard.text import Comparison, align, human_bytes, plural, shape_text
@@ -172,8 +172,8 @@ class Pair(NamedTuple):
     """The same bytes of a tensor on both sides, from byte ``begin`` on."""
 
     begin: int
-    left: Bytes
-    right: Bytes
+    left: ByteArray
+    right: ByteArray
 
 
 def pairs(sides: Sequence[Content], nbytes: int, piece: int = PIECE) -> Iterator[Pair]:
@@ -191,7 +191,7 @@ from one.
 
 
 def differences(
-    a: Source, b: Source, keep: Keep | None = None, progress: Progress = no_progress, *, aliases: bool = False
+    a: Source, b: Source, keep: Keep | None = None, progress: ByteProgress = no_progress, *, aliases: bool = False
 ) -> Diff:
     """Compare two checkpoints of one model; with ``aliases``, tied tensors under each name. Raises ReshardError.
 

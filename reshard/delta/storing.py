@@ -45,7 +45,7 @@ from reshard.formats.files.safetensors import (
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.model.naming import spelled_alike
-from reshard.move.jobs import Progress, no_progress
+from reshard.move.jobs import ByteProgress, no_progress
 from reshard.publishing.existing import check_place
 from reshard.source.source import UNSPLIT, Source
 from reshard.system import disk_errors, reserve
@@ -53,12 +53,12 @@ from reshard.transforms.tensors import ARITHMETIC, tensors_of
 from reshard.writing.documents import documents_of
 from reshard.writing.output import Output
 
-Sums = dict[str, tuple[str, str]]
+TensorSums = dict[str, tuple[str, str]]
 """The checksums of each tensor that was compared, on both sides."""
 
 
 def write_delta(
-    a: Source, b: Source, out: Path, progress: Progress = no_progress, *, is_compressed: bool = False
+    a: Source, b: Source, out: Path, progress: ByteProgress = no_progress, *, is_compressed: bool = False
 ) -> Diff:
     """Compare two checkpoints, and write the delta that turns the first into the second, as a merge writes it.
 
@@ -70,7 +70,7 @@ def write_delta(
     if is_compressed:
         require_zstd()
     new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, names=None)
-    sums, begun = Sums(), dict[str, tuple[PartialSum, PartialSum]]()
+    sums, begun = TensorSums(), dict[str, tuple[PartialSum, PartialSum]]()
     sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
     sizes |= {second: sizes[first] for second, first in b.aliases.items()}
 
@@ -113,7 +113,7 @@ def write_delta(
 
 
 def _write(
-    a: Source, b: Source, diff: Diff, sums: Sums, folder: Path, *, is_compressed: bool
+    a: Source, b: Source, diff: Diff, sums: TensorSums, folder: Path, *, is_compressed: bool
 ) -> tuple[str, list[str], Mapping[str, Change]]:
     """Write the changes: each tensor in its smallest form, or compressed as a frame; whole, if the base has none like
     it.

@@ -14,8 +14,8 @@ from reshard.formats.errors import PlanError
 from reshard.formats.mesh import MOST_RANKS
 from reshard.formats.notation.format import MODULES, Format
 from reshard.formats.notation.format_file import format_of, with_names
-from reshard.formats.notation.placements import Cut, cut, in_order
-from reshard.live.sides import LiveState, Slice
+from reshard.formats.notation.placements import ShardedDim, cut, in_order
+from reshard.live.sides import HeldSlice, LiveState
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, on_mesh
@@ -144,7 +144,7 @@ def trainer_state(model: Model, target: Target) -> LiveState:
             f"a push is planned for at most {MOST_PARTS:,}, here of {MOST_PARTS // len(arrangement.stored):,} ranks",
         )
     inner = arrangement.plan.mesh.size
-    ranks: list[list[Slice]] = [[] for _ in range(target.ranks)]
+    ranks: list[list[HeldSlice]] = [[] for _ in range(target.ranks)]
 
     @cache
     def runs_of(geometry: Geometry) -> Sequence[tuple[Runs, ...] | None]:
@@ -168,7 +168,7 @@ def trainer_state(model: Model, target: Target) -> LiveState:
             continue
         for parts, runs in zip(ranks, runs_of(geometry), strict=True):
             if runs is not None:
-                parts.append(Slice(stored.name, stored.dtype, shape, runs))
+                parts.append(HeldSlice(stored.name, stored.dtype, shape, runs))
     return LiveState(target.format, ranks)
 
 
@@ -210,7 +210,7 @@ def _placement(ranks: Sequence[tuple[Runs, ...] | None]) -> str | None:
     shape = [max(run.end for dims in runs_of for run in dims[dim]) for dim in range(len(runs_of[0]))]
     for dim in range(len(shape)):
         for parts in {1, len(runs_of[0][dim])}:
-            cuts = [in_order(shape, [len(runs_of)], [rank], [Cut(dim, parts)]) for rank in range(len(runs_of))]
+            cuts = [in_order(shape, [len(runs_of)], [rank], [ShardedDim(dim, parts)]) for rank in range(len(runs_of))]
             if cuts == runs_of:
                 return f"Shard({dim})" if parts == 1 else f"_StridedShard({dim}, split_factor={parts})"
     return None

@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from reshard.formats.errors import LiveError, PlanError, ReshardError
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.placements import Cut, Runs, runs_of
+from reshard.formats.notation.placements import Runs, ShardedDim, runs_of
 from reshard.formats.torch_internals import TORCH_DTYPES, unsaved_buffers
 from reshard.formats.wrappers import without_wrappers
-from reshard.live.sides import Slice
+from reshard.live.sides import HeldSlice
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """The dtypes' names in headers."""
@@ -41,7 +41,7 @@ def unwrapped(model: Any) -> Any:
 
 
 @torch.no_grad()
-def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple[Slice, torch.Tensor]]:
+def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple[HeldSlice, torch.Tensor]]:
     """Return this rank's slice of each parameter, and of each buffer that checkpoints have, with the live tensor.
 
     ``model`` is a module or its tensors by name, as ``named_parameters()`` gives them. A tied parameter comes once or,
@@ -73,7 +73,7 @@ def slices_of(model: nn.Module | Named, *, tied_once: bool = True) -> list[tuple
     return parts
 
 
-def check_unchanged(planned: Sequence[Slice], now: Sequence[Slice]) -> None:
+def check_unchanged(planned: Sequence[HeldSlice], now: Sequence[HeldSlice]) -> None:
     """Raise LiveError, with the tensor's name, if the model no longer has the slices from which the plan was made."""
     for old, new in zip_longest(planned, now):
         if old != new:
@@ -106,7 +106,9 @@ def _named(model: nn.Module | Named, tied_once: bool) -> Iterator[tuple[str, tor
         yield name, tensor
 
 
-def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor) -> tuple[Slice, torch.Tensor]:
+def piece(
+    name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torch.Tensor
+) -> tuple[HeldSlice, torch.Tensor]:
     """The part ``runs`` of a tensor of ``shape``, whose elements are in ``local``.
 
     Raises PlanError if they have no dtype of checkpoints, or are not yet there, or not plainly.
@@ -122,10 +124,10 @@ def piece(name: str, shape: tuple[int, ...], runs: tuple[Runs, ...], local: torc
         raise PlanError(f"{name}: {why}", "give what its resolve_neg().resolve_conj() gives")
     if local.device.type == "meta":
         raise PlanError(f"{name} is on the meta device: it has no data yet")
-    return Slice(name, dtype, shape, runs), local.detach()
+    return HeldSlice(name, dtype, shape, runs), local.detach()
 
 
-def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
+def _of(name: str, tensor: torch.Tensor) -> tuple[HeldSlice, torch.Tensor]:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return piece(name, shape, tuple((Run(0, size),) if size else () for size in shape), tensor)
@@ -138,7 +140,7 @@ def _of(name: str, tensor: torch.Tensor) -> tuple[Slice, torch.Tensor]:
     return piece(name, shape, runs, local)
 
 
-def _plain(placement: Placement, dims: int) -> Cut | None:
+def _plain(placement: Placement, dims: int) -> ShardedDim | None:
     """Return a placement as data. Raises PlanError for one that is not known to give a part of a tensor."""
     if type(placement) is Replicate:
         return None
@@ -146,10 +148,10 @@ def _plain(placement: Placement, dims: int) -> Cut | None:
         hint = "sum it (redistribute) before a push" if isinstance(placement, Partial) else None
         raise PlanError(f"the placement {placement!r} does not say which elements a rank holds", hint)
     assert isinstance(placement, Shard | StridedShard)
-    return Cut(placement.dim % dims, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
+    return ShardedDim(placement.dim % dims, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
 
 
-def _shown(part: Slice | None) -> str:
+def _shown(part: HeldSlice | None) -> str:
     if part is None:
         return "no tensor"
     runs = ["+".join(f"{run.offset}:{run.end}" for run in dim) for dim in part.runs]
@@ -160,7 +162,7 @@ def _shown(part: Slice | None) -> str:
 
 
 @torch.no_grad()
-def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[Slice, torch.Tensor]]:
+def slices_of_megatron(model: nn.Module | Iterable[nn.Module]) -> list[tuple[HeldSlice, torch.Tensor]]:
     """Return this rank's slices of the tensors that Megatron-Core stores, each with the live tensor of equal
     dimensions.
 

@@ -27,14 +27,14 @@ from reshard.live.fence import Fence
 from reshard.live.meshes import TRAINERS, Target, held_format, target_of
 from reshard.live.parameters import check_unchanged, slices_of, slices_of_megatron, unwrapped
 from reshard.live.routing import BUCKET, Routes, plan_push, view_of
-from reshard.live.sides import LiveState, Slice, bound, from_document, of_checkpoints, to_document, unstacked
-from reshard.live.views import Parcel, Tensors
+from reshard.live.sides import HeldSlice, LiveState, bound, from_document, of_checkpoints, to_document, unstacked
+from reshard.live.views import Parcel, TensorViews
 from reshard.live.wire import Message, Stats, Wire
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import find
 from reshard.store.selection import HubAccess, Weights
 
-Parts = Sequence[tuple[Slice, torch.Tensor]]
+SlicedTensors = Sequence[tuple[HeldSlice, torch.Tensor]]
 """A rank's slices, with their tensors."""
 
 Work = Callable[[torch.Tensor], None]
@@ -98,7 +98,7 @@ class _Process:
     """
 
     def __init__(
-        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], Parts] | None,
+        self, meeting: Meeting, rank: int, device: str | None, read: Callable[[], SlicedTensors] | None,
         description: Mapping[str, Any], witness: Witness | None = None, *, keep: bool = True,
         poison: Callable[[str | None], None] | None = None,
     ) -> None:  # fmt: skip
@@ -110,7 +110,7 @@ class _Process:
         """The version of which it has all that changes are added to, or compared with."""
         self._read, self._description, self._witness = read, description, witness
         self._keep, self._poison = keep, poison
-        self._planned: list[Slice] = []
+        self._planned: list[HeldSlice] = []
         self._descriptions: Sequence[dict[str, Any]] = ()
         self._fence: Fence | None = None
         self._wire: Wire | None = None
@@ -245,7 +245,7 @@ class _Process:
         bases = {other["base"] for other in proposals}
         return fence, wire, tensors, bases != {None} and len(bases) == 1
 
-    def _tensors(self, routes: Routes, parts: Parts) -> dict[str, list[torch.Tensor]]:
+    def _tensors(self, routes: Routes, parts: SlicedTensors) -> dict[str, list[torch.Tensor]]:
         """This rank's tensors by the names of those that its side has; others are left alone. Raises LiveError."""
         check_unchanged(self._planned, [part for part, _ in parts])
         side = routes.source if self._sends else routes.target
@@ -255,7 +255,7 @@ class _Process:
         return {name: pieces for name, pieces in tensors.items() if pieces}
 
     def _messages(
-        self, fence: Fence, has_base: bool, work: Callable[[Parcel], Work], tensors: Tensors | None = None
+        self, fence: Fence, has_base: bool, work: Callable[[Parcel], Work], tensors: TensorViews | None = None
     ) -> list[Message]:
         """Return the messages of this rank: all bytes of each parcel, or those that changed since the ``base``; none if
         empty.
@@ -302,7 +302,7 @@ class Push(_Process):
         self.at = version
         return stats
 
-    def _tensors(self, routes: Routes, parts: Parts) -> dict[str, list[torch.Tensor]]:
+    def _tensors(self, routes: Routes, parts: SlicedTensors) -> dict[str, list[torch.Tensor]]:
         tensors = super()._tensors(routes, parts)
         for each in routes.source.stored:
             if each.constant and any(tensor.ne(each.constant.value).any() for tensor in tensors.get(each.name, ())):
@@ -370,7 +370,7 @@ class Pull(_Process):
         if self._poison is not None:
             self._poison(why)
 
-    def _fill(self, routes: Routes, room: Tensors) -> None:
+    def _fill(self, routes: Routes, room: TensorViews) -> None:
         """Write the values that no rank sends: padding, which is zero, and constants."""
         if self._padded is None:
             counts = Counter[str]()
@@ -446,7 +446,7 @@ def push(
     return Push(meeting, meeting.number("trainers", rank), device, reader(model, program), description)
 
 
-def reader(model: Any, program: str) -> Callable[[], Parts]:
+def reader(model: Any, program: str) -> Callable[[], SlicedTensors]:
     """Return a function that reads a rank's live tensors again."""
     if program == "megatron":
         return partial(slices_of_megatron, model)

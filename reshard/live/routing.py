@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from reshard.formats.errors import PlanError, listed
 from reshard.formats.files.safetensors import DTYPE_BITS
 from reshard.live.meshes import TRAINERS, Target, arranged, headers_of, target_of, trainer_state
-from reshard.live.sides import LiveState, Side, by_rules, live_side, whole
+from reshard.live.sides import LiveState, PushSide, by_rules, live_side, whole
 from reshard.model.model import Model
 from reshard.move.changes import Change
 from reshard.move.moves import check_atoms
 from reshard.placement.arrangement import align_atoms
-from reshard.placement.pieces import Box, Position, boxes
+from reshard.placement.pieces import PieceBox, Position, boxes
 from reshard.placement.stored import Atom, Location
 from reshard.source.access import Place
 from reshard.text import Result, align, human_bytes, human_time, plural
@@ -46,11 +46,11 @@ class Link:
     """
 
     number: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[PieceBox, ...]
     has_choice: bool
 
     @cached_property
-    def wants(self) -> tuple[tuple[Box, Position], ...]:
+    def wants(self) -> tuple[tuple[PieceBox, Position], ...]:
         """All that is sent: each box to each of its targets."""
         return tuple((box, target) for box in self.boxes for target in box.targets)
 
@@ -67,13 +67,13 @@ class Move(NamedTuple):
     senders: tuple[Position, ...] = ()
 
 
-class Part(NamedTuple):
+class MovedBox(NamedTuple):
     """A box of a move, from one position to another, and the processes that send and receive it. The target's processes
     are numbered after the source's.
     """
 
     move: Move
-    box: Box
+    box: PieceBox
     source: Position
     target: Position
     sender: int
@@ -102,7 +102,7 @@ class View(NamedTuple):
     number: int = 0
 
 
-def view_of(part: Part, side: Side, *, sends: bool) -> View:
+def view_of(part: MovedBox, side: PushSide, *, sends: bool) -> View:
     """A part's box on one side."""
     (stored, number), at = (part.move.src, part.source) if sends else (part.move.dst, part.target)
     offset = stored.geometry.first(at.holder, number) + at.base
@@ -114,8 +114,8 @@ def view_of(part: Part, side: Side, *, sends: bool) -> View:
 class Routes(Result):
     """All moves of a push, in order, in buckets: ``ends`` has the number of the move behind each bucket."""
 
-    source: Side
-    target: Side
+    source: PushSide
+    target: PushSide
     moves: tuple[Move, ...]
     ends: tuple[int, ...]
     sent: tuple[int, ...]
@@ -176,12 +176,12 @@ class Routes(Result):
                 nbytes[pair] += box.numel * item
         return nbytes
 
-    def parts(self, process: int) -> Iterator[list[Part]]:
+    def parts(self, process: int) -> Iterator[list[MovedBox]]:
         """For each bucket, the parts that a process sends or receives, in order; dtypes of more bytes come first.
 
         Ranks of the target count on from the source's.
         """
-        wants_of: dict[int, list[tuple[int, Box, Position, int]]] = {}
+        wants_of: dict[int, list[tuple[int, PieceBox, Position, int]]] = {}
         first, begin = self.source.ranks, 0
         for end in self.ends:
             parts = []
@@ -196,7 +196,7 @@ class Routes(Result):
                 for number, box, target, receiver in wants_of[move.way.number]:
                     sender = move.senders[number]
                     if process in (sender.holder % first, receiver):
-                        parts.append(Part(move, box, sender, target, sender.holder % first, receiver))
+                        parts.append(MovedBox(move, box, sender, target, sender.holder % first, receiver))
             yield sorted(parts, key=lambda part: -DTYPE_BITS[part.move.dtype])
             begin = end
 
@@ -254,7 +254,7 @@ def plan_push(
     return routes_between(live_side(source, origin), target_side, bucket=bucket, hosts=hosts)
 
 
-def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
+def routes_between(source: PushSide, target: PushSide, *, bucket: int = BUCKET, hosts: Sequence[str] = ()) -> Routes:
     """The plan between two sides that are taken apart into the same atoms: each element once to each who lacks it.
 
     One of several replicas sends: of those on the receiver's host, if there are any, the one that sends least.
@@ -350,7 +350,7 @@ def routes_between(source: Side, target: Side, *, bucket: int = BUCKET, hosts: S
     return Routes(source, target, tuple(moves), tuple(ends), tuple(sent), tuple(received))
 
 
-def _cut(box: Box, most: int) -> Iterator[Box]:
+def _cut(box: PieceBox, most: int) -> Iterator[PieceBox]:
     """Cut a box into parts of at most so many elements, if possible."""
     dim = max(range(len(box.shape)), key=lambda dim: box.shape[dim], default=0)
     sent = box.numel * len(box.targets)

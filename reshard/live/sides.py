@@ -1,7 +1,7 @@
 """The two sides of a push: where each atom of a model lies in the tensors of a side's ranks.
 
-A side is live (what its ranks hold, ``Slice``) or made by rules alone (the tensors of a program's ranks on a mesh). A
-live tensor is a piece of the stored tensor, as a chunk of a distributed checkpoint is (``reshard.placement.geometry``).
+A side is live (what its ranks hold, ``HeldSlice``) or made by rules alone (the tensors of a program's ranks on a mesh).
+A live tensor is a piece of the stored one, as a chunk of a distributed checkpoint is (``reshard.placement.geometry``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reshard.source.opening_programs import inferred_sizes, inferred_tensors, pa
 from reshard.source.source import UNSPLIT
 
 
-class Slice(NamedTuple):
+class HeldSlice(NamedTuple):
     """A part of a stored tensor that one rank holds.
 
     ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
@@ -53,9 +53,9 @@ class Slice(NamedTuple):
         return tuple(sum(run.length for run in dim) for dim in self.runs)
 
 
-def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
+def to_document(parts: Sequence[HeldSlice]) -> dict[str, Any]:
     """Parts as JSON: each distinct dtype, shape and runs once, and the number of these for each name."""
-    numbers: dict[Slice, int] = {}
+    numbers: dict[HeldSlice, int] = {}
     names = [[part.name, numbers.setdefault(part._replace(name=""), len(numbers))] for part in parts]
     kinds = [
         [kind.dtype, kind.shape, [[[run.offset, run.length] for run in dim] for dim in kind.runs], kind.is_buffer]
@@ -64,16 +64,16 @@ def to_document(parts: Sequence[Slice]) -> dict[str, Any]:
     return {"names": names, "kinds": kinds}
 
 
-def from_document(document: Mapping[str, Any]) -> list[Slice]:
+def from_document(document: Mapping[str, Any]) -> list[HeldSlice]:
     """The inverse of ``to_document``."""
     kinds = [
         (dtype, tuple(shape), tuple(tuple(Run(*run) for run in dim) for dim in runs), is_buffer)
         for dtype, shape, runs, is_buffer in document["kinds"]
     ]
-    return [Slice(name, *kinds[number]) for name, number in document["names"]]
+    return [HeldSlice(name, *kinds[number]) for name, number in document["names"]]
 
 
-Ranks = Sequence[Sequence[Slice]]
+RankSlices = Sequence[Sequence[HeldSlice]]
 """The slices of each rank of a live side."""
 
 _WHERE = Path("the live model")
@@ -86,11 +86,11 @@ class LiveState(NamedTuple):
     """
 
     format: Format
-    ranks: Ranks
+    ranks: RankSlices
     beyond: tuple[str, ...] = ()
 
 
-def unstacked(format: Format, part: Slice) -> Slice:
+def unstacked(format: Format, part: HeldSlice) -> HeldSlice:
     """The part of a stored tensor that a part is: an index in its name is no dimension of it. Raises PlanError."""
     while part.shape and (stack := stack_of(format.rules.stacks, part.name)) is not None:
         runs = part.runs[0]
@@ -112,7 +112,7 @@ def of_checkpoints(live: LiveState, config: Mapping[str, Any]) -> LiveState:
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class PushSide:
     """One side of a push.
 
     ``stored`` has all tensors of its ranks, a tied one under each name under which a rank holds it. Holder ``h`` is
@@ -176,12 +176,12 @@ def _whole(live: LiveState, dtype: str | None) -> dict[str, TensorInfo]:
     return infos
 
 
-def by_rules(arrangement: Arrangement) -> Side:
+def by_rules(arrangement: Arrangement) -> PushSide:
     """The side that a program's ranks are, by rules alone."""
-    return Side(arrangement, arrangement.stored, arrangement.plan.mesh.size)
+    return PushSide(arrangement, arrangement.stored, arrangement.plan.mesh.size)
 
 
-def live_side(live: LiveState, arrangement: Arrangement) -> Side:
+def live_side(live: LiveState, arrangement: Arrangement) -> PushSide:
     """The side that live ranks are. ``arrangement`` is their arrangement, unsplit, in the atoms of the other side.
 
     Raises MismatchError if ranks lack something or hold something else.
@@ -213,7 +213,7 @@ def live_side(live: LiveState, arrangement: Arrangement) -> Side:
         raise MismatchError(f"one side lacks tensor '{lacking}', which the other has")
     if strange := pieces_of.keys() - {tensor.name for tensor in stored}:
         raise MismatchError(f"tensor '{min(strange)}' does not belong to this model")
-    return Side(arrangement, tuple(stored), len(live.ranks), live)
+    return PushSide(arrangement, tuple(stored), len(live.ranks), live)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], pieces: Mapping[int, Piece]) -> None:

@@ -20,7 +20,7 @@ from reshard.formats.files.safetensors import build_header
 from reshard.formats.store import StoredPath
 from reshard.formats.torch_internals import bytes_in
 from reshard.live.parameters import slices_of, unwrapped
-from reshard.store.range_store import Content, RangeStore
+from reshard.store.range_store import FileContent, RangeStore
 from reshard.store.remote import Remote
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
@@ -48,7 +48,7 @@ def state_dict(model: nn.Module | Mapping[str, Any]) -> StoredPath:
         [(part.name, part.dtype, part.shape) for part, _ in parts],
         chunks_metadata({part.name: (0,) * len(part.shape) for part, _ in parts}),
     )
-    files: dict[str, Content] = {FILE: _Tensors(header, [tensor for _, tensor in parts])}
+    files: dict[str, FileContent] = {FILE: _TensorsFile(header, [tensor for _, tensor in parts])}
     config: Any = getattr(module, "config", None)
     if config is not None:
         document: dict[str, Any] = json.loads(config.to_json_string())
@@ -62,7 +62,7 @@ def state_dict(model: nn.Module | Mapping[str, Any]) -> StoredPath:
     return StoredPath(store)
 
 
-class _Tensors(Remote):
+class _TensorsFile(Remote):
     """Tensors as a safetensors file."""
 
     def __init__(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from reshard.formats.errors import LiveError
 from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
-from reshard.live.routing import Part, Routes, View, view_of
+from reshard.live.routing import MovedBox, Routes, View, view_of
 from reshard.move.changes import Change
 
-Tensors = Mapping[str, Sequence[torch.Tensor]]
+TensorViews = Mapping[str, Sequence[torch.Tensor]]
 """A rank's tensors by the names of stored tensors; a live rank may have several parts of one."""
 
 _SUM, _PLACE = 8, 4
@@ -35,25 +35,25 @@ class Parcel:
     """
 
     def __init__(
-        self, step: int, peer: int, parts: Sequence[Part], routes: Routes, memory: dict[str, torch.Tensor], *,
+        self, step: int, peer: int, parts: Sequence[MovedBox], routes: Routes, memory: dict[str, torch.Tensor], *,
         sends: bool,
     ) -> None:  # fmt: skip
         self.step, self.peer, self.nbytes = step, peer, sum(part.nbytes for part in parts)
         self._parts, self._sends, self._memory = parts, sends, memory
         self._side = routes.source if sends else routes.target
-        self._views: list[tuple[Part, View, int]] | None = None
+        self._views: list[tuple[MovedBox, View, int]] | None = None
         self._sent: torch.Tensor | None = None
         is_plain = all(part.move.dtype == part.move.dst.stored.dtype and not part.function for part in parts)
         self.word = _WORDS[min(TORCH_DTYPES[part.move.dtype].itemsize for part in parts)] if is_plain else None
 
-    def size(self, tensors: Tensors) -> int:
+    def size(self, tensors: TensorViews) -> int:
         """The number of bytes to send to a receiver that has the last push."""
         if self._sent is None or self.word is None:
             return self.nbytes
         count = int(torch.count_nonzero(self._compared(tensors)[1]))
         return min(_SUM + count * (_PLACE + self.word.itemsize), self.nbytes) if count else 0
 
-    def pack(self, tensors: Tensors, keep: bool, room: torch.Tensor) -> None:
+    def pack(self, tensors: TensorViews, keep: bool, room: torch.Tensor) -> None:
         """Fill ``room`` (bytes) with all blocks, or with what has changed if it is smaller; ``keep`` a copy of all."""
         if len(room) == self.nbytes:
             for _, view, block in self._blocks(tensors, room):
@@ -74,7 +74,7 @@ class Parcel:
         room.copy_(content)
         self._sent.copy_(new)
 
-    def unpack(self, tensors: Tensors, room: torch.Tensor) -> None:
+    def unpack(self, tensors: TensorViews, room: torch.Tensor) -> None:
         """Copy the blocks from ``room`` (bytes) to their places. Blocks that are not in it keep their values.
 
         Raises LiveError if the result is not what was meant.
@@ -90,7 +90,9 @@ class Parcel:
         for part, view, block in self._blocks(tensors, room):
             view.copy_(_converted(part, block, part.move.dst.stored.dtype))
 
-    def _blocks(self, tensors: Tensors, room: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
+    def _blocks(
+        self, tensors: TensorViews, room: torch.Tensor
+    ) -> Iterator[tuple[MovedBox, torch.Tensor, torch.Tensor]]:
         """Each block: as a view of the rank's tensor, which may have any strides, and of the message."""
         if self._views is None:
             self._views, begin = [], 0
@@ -111,14 +113,14 @@ class Parcel:
             there = tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
             yield part, there, typed[at : at + part.box.numel].view(view.shape)
 
-    def _compared(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compared(self, tensors: TensorViews) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole message, and which of its words are other than before."""
         assert self._sent is not None and self.word is not None
         new = self._whole(tensors)
         out = self._room("differs", len(new) // self.word.itemsize, new.device).view(torch.bool)
         return new, torch.ne(new.view(self.word), self._sent.view(self.word), out=out)
 
-    def _whole(self, tensors: Tensors) -> torch.Tensor:
+    def _whole(self, tensors: TensorViews) -> torch.Tensor:
         """The whole message, and zeros up to a multiple of 8 bytes."""
         room = self._room("whole", -(-self.nbytes // 8) * 8, next(iter(tensors.values()))[0].device)
         room[self.nbytes :].zero_()
@@ -138,7 +140,7 @@ def _moved(tensor: torch.Tensor, elements: int) -> int:
     return sum(int(place) * stride for place, stride in zip(index, tensor.stride(), strict=True))
 
 
-def _converted(part: Part, block: torch.Tensor, stored: str) -> torch.Tensor:
+def _converted(part: MovedBox, block: torch.Tensor, stored: str) -> torch.Tensor:
     """Convert a received block to the form in which the target stores it."""
     move, function = part.move, part.function
     if move.dtype == stored and function is None:

@@ -33,7 +33,7 @@ from reshard.source.source import UNSPLIT
 
 Ranges = NDArray[np.int64]
 """An array of shape ``[n, 4]``: see above."""
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor of the checkpoint, in the order of their numbers."""
 
 _ATEN = torch.ops.aten
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     to. What is written there later by other means would be unseen, and is refused.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: Shapes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = {
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
@@ -148,7 +148,7 @@ def rooms_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return rooms | {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in rooms}
 
 
-def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Sequence[Copied]]:
+def recorded(model: torch.nn.Module, load: Load, tensors: Shapes) -> dict[str, Sequence[Copied]]:
     """Run a loader, and return the copies that it makes into each parameter, by each of its names.
 
     Parameters have their load-time shapes. Raises LiveError if the loader does something with a tensor that is not
@@ -160,7 +160,7 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, 
     return {name: recorder.copies.get(_storage(room), ()) for name, room in rooms_of(model).items()}
 
 
-def probed(model: torch.nn.Module, load: Load, tensors: Tensors) -> dict[str, Ranges]:
+def probed(model: torch.nn.Module, load: Load, tensors: Shapes) -> dict[str, Ranges]:
     """The ranges by the index probe, 8 bytes an element: the loader copies the numbers of elements.
 
     Meanwhile a model's tensors have 64 bits for each element, and -1 where nothing was loaded.

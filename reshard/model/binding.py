@@ -70,7 +70,7 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
 def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
     """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied."""
     sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
-    stated = {settings.get("tie_word_embeddings") for settings in sources} - {None}
+    stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
     return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
 
 

@@ -75,7 +75,7 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
     return _Planner(model, network, degree).plan()
 
 
-class _Part(NamedTuple):
+class _SplitParameter(NamedTuple):
     """A parameter that the rules split: along its output or its input, and by which family of axes.
 
     ``name`` and ``owner`` (its module) are for all layers, with ``*`` for numbers. With ``is_mixed``, ``kind`` is that
@@ -108,7 +108,7 @@ class _Planner:
 
     def plan(self) -> TransformersPlan:
         """All of it, in the order of the model's modules."""
-        vocabulary, experts, layers = (defaultdict[Any, list[_Part]](list) for _ in range(3))
+        vocabulary, experts, layers = (defaultdict[Any, list[_SplitParameter]](list) for _ in range(3))
         for part in self._parts():
             if part.tensor.rule.axes & {"vocab", *self.model.architecture.pad}:
                 vocabulary[part.family].append(part)
@@ -133,7 +133,7 @@ class _Planner:
         styles = dict(sorted(self.styles.items(), key=lambda item: order.get(item[0], len(order))))
         return TransformersPlan(styles, self.gathered, self.whole, tuple(sorted(self.degrees)))
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_SplitParameter]:
         """The parameters that the rules split, one for all layers; left out, if some layer's is not split."""
         tensors = self.model.kind_of
         kinds_of: dict[str, set[tuple[Split, int] | None]] = defaultdict(set)
@@ -146,7 +146,7 @@ class _Planner:
         for name, kinds in kinds_of.items():
             split = sorted(kind for kind in kinds if kind is not None)
             if len(split) == len(kinds) and len({kind for kind, _ in split}) == 1:
-                yield _Part(name, name.rpartition(".")[0], *split[0], *first[name], len(split) > 1)
+                yield _SplitParameter(name, name.rpartition(".")[0], *split[0], *first[name], len(split) > 1)
 
     def _kind(self, tensor: Kind) -> tuple[Split, int] | None:
         """Return the way in which a tensor is split, and the number of the family that splits it; None if it is
@@ -191,7 +191,7 @@ class _Planner:
             if styles.keys() == owners:
                 self.styles |= styles
 
-    def _plan_experts(self, owner: str, parts: list[_Part]) -> None:
+    def _plan_experts(self, owner: str, parts: list[_SplitParameter]) -> None:
         """Fused experts: as transformers' own plan has them, else by their shapes."""
         if any(map(self._is_transposed, parts)):
             self.whole[owner] = "transformers does not cut what it transposes as it loads it"
@@ -213,7 +213,7 @@ class _Planner:
             is_pair = dim is not None or ("gate_up" in part.name and "{expert}" in part.tensor.template.split("."))
             self.styles[part.name] = "rowwise" if part.kind == "row" else "packed_colwise" if is_pair else "colwise"
 
-    def _is_transposed(self, part: _Part) -> bool:
+    def _is_transposed(self, part: _SplitParameter) -> bool:
         """Whether transformers transposes a parameter when it loads it."""
         return any(
             type(operation).__name__ == "Transpose"
@@ -222,9 +222,9 @@ class _Planner:
             for operation in getattr(entry, "operations", ())
         )
 
-    def _plan_layer(self, parts: list[_Part]) -> None:
+    def _plan_layer(self, parts: list[_SplitParameter]) -> None:
         """The linear layers of a layer's MLP or attention: with parts of the vector between them, or with the whole."""
-        linear: dict[str, list[_Part]] = defaultdict(list)
+        linear: dict[str, list[_SplitParameter]] = defaultdict(list)
         others: list[str] = []
         for part in parts:
             is_linear = self._are(nn.Linear, part.owner)
@@ -247,7 +247,7 @@ class _Planner:
                 is_packed = any(_is_pair(dim) for part in group for dim in part.tensor.rule.dims)
                 self.styles[owner] = "packed_colwise" if is_packed else "colwise"
 
-    def _why_not_local(self, linear: Mapping[str, list[_Part]], others: list[str]) -> str | None:
+    def _why_not_local(self, linear: Mapping[str, list[_SplitParameter]], others: list[str]) -> str | None:
         """Return the reason why a rank's part of the vector between linear layers is not enough for the model's code;
         else None.
         """

@@ -30,10 +30,10 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from reshard.formats.errors import MismatchError
-from reshard.formats.files.checksum import Part, PartialSum, sum_part
+from reshard.formats.files.checksum import ColumnSums, PartialSum, sum_part
 from reshard.formats.store import joined
-from reshard.move.jobs import FilePlan, Job, Options, Run, Sizes, add_run, parts_within, value_of
-from reshard.move.reading import Bytes, Reader, Sums, Targets, ranges_of
+from reshard.move.jobs import CrcRun, FilePlan, Job, Options, Sizes, add_run, parts_within, value_of
+from reshard.move.reading import ByteArray, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.records import Finished, Moved, Read
 from reshard.source.source import SourceFile
@@ -155,7 +155,7 @@ class Writing:
     """Its path when it is complete."""
     has_steps: bool = False
     """Whether a journal says that steps of it are complete."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CrcRun] = field(default_factory=list)
     """The CRC-32s of pieces that were written."""
     file: FileIO | None = None
     """The open file; it is closed when the last thread that writes to it lets go of it."""
@@ -294,7 +294,7 @@ class Account:
     """Bytes written."""
     fetched: int = 0
     """Bytes requested of remote files."""
-    runs: dict[FilePlan, list[Run]] = field(default_factory=dict)
+    runs: dict[FilePlan, list[CrcRun]] = field(default_factory=dict)
     """CRC-32s of bytes written, as far as they are needed."""
 
 
@@ -370,13 +370,13 @@ class Mover:
 
     def _carry_out(self, steps: Sequence[Step]) -> None:
         """Read the bytes that steps need, check them, and write the result; neighbours in a file with one call."""
-        reads: dict[tuple[SourceFile, Targets | None], _Run] = defaultdict(_Run)
-        writes: dict[FilePlan, _Run] = defaultdict(_Run)
-        ready = list[tuple[Job, Slab, list[_Place], list[Bytes]]]()
+        reads: dict[tuple[SourceFile, Targets | None], _RegionRun] = defaultdict(_RegionRun)
+        writes: dict[FilePlan, _RegionRun] = defaultdict(_RegionRun)
+        ready = list[tuple[Job, Slab, list[_RunPlace], list[ByteArray]]]()
         for job, slab, _ in steps:
             places = [job.target(region.rank) for region in slab.writes]
             read_for = frozenset([place.file for place in places])
-            origins, blocks = list[_Place](), list[Bytes]()
+            origins, blocks = list[_RunPlace](), list[ByteArray]()
             for region in slab.reads:
                 origin = job.source(region.rank)
                 run = reads[origin.file, None if job.again or region.needed is not None else read_for]
@@ -409,7 +409,7 @@ class Mover:
         if self._account.nbytes >= self._sizes.step or time.monotonic() - self._reported >= SECONDS:
             self.report()
 
-    def _put_together(self, run: _Run) -> None:
+    def _put_together(self, run: _RegionRun) -> None:
         """Make the bytes to write. Bytes that go as they were read are not copied, and their sum is known."""
         (_, _, copies, origins, blocks), is_alone = run.made_of[0], len(run.made_of) == 1
         if is_alone and len(copies) == 1 and (source := copies[0].source) is not None and copies[0].edit is None:
@@ -424,7 +424,7 @@ class Mover:
             for copy in copies:
                 block[copy.target_slices] = copy.block(blocks)
 
-    def write(self, target: FilePlan, offset: int, data: Bytes, part: Part | None = None) -> None:
+    def write(self, target: FilePlan, offset: int, data: ByteArray, part: ColumnSums | None = None) -> None:
         """Write at ``offset`` of a file; ``part`` is the sum of the data, if known."""
         if not self._options.checksum:
             part = None
@@ -441,7 +441,7 @@ class Mover:
             raise disk_error(self._writing[target].path, error) from error
         self._add_written(target, offset, data, part)
 
-    def _add_written(self, target: FilePlan, offset: int, data: Bytes, part: Part | None) -> None:
+    def _add_written(self, target: FilePlan, offset: int, data: ByteArray, part: ColumnSums | None) -> None:
         """Add the bytes that a file has from ``offset`` on, and their sum, to the account."""
         for begin, end, is_whole in parts_within(target.layout.crcs, offset, data.size) if target.layout.crcs else ():
             runs = self._account.runs.setdefault(target, [])
@@ -504,11 +504,11 @@ class _Arena:
     """Hands out buffers of one memory, one after the other, and takes them back all at once."""
 
     def __init__(self, smallest: int) -> None:
-        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+        self._memory: ByteArray = np.empty(0, dtype=np.uint8)
         self._smallest = smallest
         self.used = 0
 
-    def take(self, nbytes: int, offset: int = 0) -> Bytes:
+    def take(self, nbytes: int, offset: int = 0) -> ByteArray:
         """A buffer of arbitrary content, aligned to a page of memory as ``offset`` is to a page of the file.
 
         Some processors copy several times slower between addresses whose alignment differs by a few bytes.
@@ -525,7 +525,7 @@ class _Arena:
         self.used = used
 
 
-def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
+def check_slab(job: Job, slab: Slab, blocks: Sequence[ByteArray]) -> None:
     """Check that replicas are equal and padding is zero. Raises MismatchError with the tensor and the files."""
     for check in slab.checks:
         block, other = blocks[check.target][check.target_slices], job.source(slab.reads[check.target].rank)
@@ -548,22 +548,24 @@ def check_slab(job: Job, slab: Slab, blocks: Sequence[Bytes]) -> None:
             )
 
 
-_NONE: Bytes = np.empty(0, dtype=np.uint8)
+_NONE: ByteArray = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(eq=False)
-class _Run:
+class _RegionRun:
     """Regions of a file, one behind the other in memory: they are read, or written, together."""
 
     size: int = 0
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
     """For each range: its offset in the file, its position in memory, and its length."""
-    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_Place], list[Bytes]]] = field(default_factory=list)
+    made_of: list[tuple[int, Region, Sequence[Copy], Sequence[_RunPlace], list[ByteArray]]] = field(
+        default_factory=list
+    )
     """Yield each written region, its position in memory, the copies into it, and the regions that these are copied
     from.
     """
-    data: Bytes = field(default_factory=lambda: _NONE)
-    part: Part | None = None
+    data: ByteArray = field(default_factory=lambda: _NONE)
+    part: ColumnSums | None = None
     """The sum of all of it, if it is known."""
 
     def add(self, region: Region, ranges: Iterable[tuple[int, int, int]], base: int = 0) -> int:
@@ -577,25 +579,25 @@ class _Run:
                 self.ranges.append((base + offset, begin + at, length))
         return begin
 
-    def view(self, begin: int, region: Region) -> Bytes:
+    def view(self, begin: int, region: Region) -> ByteArray:
         """The bytes of a region that begins at byte ``begin``, in its shape."""
         return self.data[begin : begin + region.nbytes].reshape(region.shape)
 
-    def pieces(self, size: int) -> Iterator[tuple[int, Bytes]]:
+    def pieces(self, size: int) -> Iterator[tuple[int, ByteArray]]:
         """The ranges, in pieces of at most ``size`` bytes: the offset of each in the file, and its memory."""
         for offset, position, length in self.ranges:
             for at in range(0, length, size):
                 yield offset + at, self.data[position + at : position + min(at + size, length)]
 
 
-_Place = tuple[_Run, int, Region]
+_RunPlace = tuple[_RegionRun, int, Region]
 """A region in a run, from a byte of it on."""
 
 
-def fill(job: Job, slab: Slab, read: Callable[[Bytes, SourceFile, int], None], blocks: Sequence[Bytes]) -> None:
+def fill(job: Job, slab: Slab, read: Callable[[ByteArray, SourceFile, int], None], blocks: Sequence[ByteArray]) -> None:
     """Fill the regions that a slab writes. Raises CheckpointError, MismatchError."""
     is_direct = slab.is_flat and not slab.checks  # plain byte ranges are read into their places
-    sources: list[Bytes] = []
+    sources: list[ByteArray] = []
     for region in () if is_direct else slab.reads:
         place, data = job.source(region.rank), np.empty(region.nbytes, np.uint8)
         for offset, at, length in ranges_of(place, region):

@@ -22,7 +22,7 @@ from reshard.placement.stored import Location
 from reshard.source.source import SourcePlace
 from reshard.system import cpu_count
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 """Called with the bytes that were moved or compared so far, and the total."""
 
 
@@ -34,7 +34,7 @@ SMALLEST = 1 << 14
 """The least bytes with a CRC-32 of their own. Smaller writes are read once more instead."""
 
 
-class Run(NamedTuple):
+class CrcRun(NamedTuple):
     """The CRC-32 of bytes ``begin`` to ``end`` of a file."""
 
     begin: int
@@ -55,16 +55,16 @@ def parts_within(crcs: Sequence[Crc], offset: int, size: int) -> Iterator[tuple[
             yield begin, end, (begin, end) == crcs[number][:2]
 
 
-def add_run(runs: list[Run], begin: int, data: memoryview, *, is_whole: bool) -> None:
+def add_run(runs: list[CrcRun], begin: int, data: memoryview, *, is_whole: bool) -> None:
     """Add the CRC-32 of a piece to the last of the runs, if it goes on, or else as one more, if it is not too small."""
     last = runs[-1] if runs else None
     if last is not None and last.end == begin:
-        runs[-1] = Run(last.begin, begin + len(data), crc32(data, last.value))
+        runs[-1] = CrcRun(last.begin, begin + len(data), crc32(data, last.value))
     elif is_whole or len(data) >= SMALLEST:
-        runs.append(Run(begin, begin + len(data), crc32(data)))
+        runs.append(CrcRun(begin, begin + len(data), crc32(data)))
 
 
-def value_of(crc: Crc, runs: Iterable[Run]) -> int | None:
+def value_of(crc: Crc, runs: Iterable[CrcRun]) -> int | None:
     """The CRC-32 of a part, from the runs in it, in order; None if they are not all of it."""
     value, end = 0, crc.begin
     for run in runs:

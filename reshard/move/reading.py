@@ -21,7 +21,7 @@ from reshard.move.slabs import Region
 from reshard.source.source import Source, SourceFile, SourcePlace
 from reshard.store.threads import Threads, result
 
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 REQUESTS = 16
 """Requests that a reader has under way at a time."""
@@ -84,7 +84,7 @@ class Sums:
         return total.value() if total.is_complete else None
 
 
-class Part(NamedTuple):
+class PendingBytes(NamedTuple):
     """Bytes ``begin`` to ``end`` of a file, on their way."""
 
     begin: int
@@ -102,7 +102,7 @@ class Reader:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._threads: Threads | None = None
-        self._steps = list[dict[SourceFile, Sequence[Part]]]()
+        self._steps = list[dict[SourceFile, Sequence[PendingBytes]]]()
         """The parts that were requested for each step of the work, by file, in order."""
         self.fetched = 0
         """Bytes that were requested of remote files so far."""
@@ -116,7 +116,7 @@ class Reader:
         for file, ranges in tensors:
             if file.is_elsewhere:
                 ranges_in.setdefault(file, []).extend(joined(ranges, GAP))
-        step = dict[SourceFile, Sequence[Part]]()
+        step = dict[SourceFile, Sequence[PendingBytes]]()
         for file, ranges in ranges_in.items():
             counts = ((begin, end, max(1, -(-(end - begin) // PART))) for begin, end in joined(ranges, NEAR))
             bounds = ([begin + (end - begin) * i // n for i in range(n + 1)] for begin, end, n in counts)
@@ -132,7 +132,7 @@ class Reader:
         """Forget the first step."""
         self._steps.pop(0)
 
-    def fill(self, data: Bytes, file: SourceFile, offset: int) -> None:
+    def fill(self, data: ByteArray, file: SourceFile, offset: int) -> None:
         """Fill ``data`` from ``offset`` of a file. Raises CheckpointError if it cannot be read or is too short, and
         MismatchError if a remote one has changed.
         """
@@ -166,7 +166,7 @@ class Reader:
         if self._threads is not None:
             self._threads.close()
 
-    def _find(self, file: SourceFile, offset: int) -> Part | None:
+    def _find(self, file: SourceFile, offset: int) -> PendingBytes | None:
         for step in self._steps:
             parts = step.get(file, ())
             number = bisect_right(parts, offset, key=lambda part: part.begin) - 1
@@ -174,14 +174,14 @@ class Reader:
                 return parts[number]
         return None
 
-    def _part(self, file: SourceFile, begin: int, end: int) -> Part:
+    def _part(self, file: SourceFile, begin: int, end: int) -> PendingBytes:
         assert file.remote is not None
         self._threads = self._threads or Threads(REQUESTS)
         self.fetched += file.remote.over_network(end - begin)
-        return Part(begin, end, self._threads.submit(file.remote.read, begin, end))
+        return PendingBytes(begin, end, self._threads.submit(file.remote.read, begin, end))
 
 
-def contents_of(source: Source, tensors: Iterable[TensorInfo]) -> Iterator[Bytes]:
+def contents_of(source: Source, tensors: Iterable[TensorInfo]) -> Iterator[ByteArray]:
     """The bytes of stored tensors, one after the other; those of remote files are requested together.
 
     Raises CheckpointError, MismatchError.

@@ -177,7 +177,7 @@ class Route(ABC):
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
 
 
-class _Part(NamedTuple):
+class _RankPiece(NamedTuple):
     """A piece of a rank: its bytes, and the runs that it has of each dimension, and how many indices these are."""
 
     rank: int
@@ -218,7 +218,7 @@ class Transfer(Route):
         parts = []
         for i, (rank, _) in enumerate((*sources, *targets)):
             runs = tuple(dim.runs[i] for dim in dims)
-            parts.append(_Part(rank, rows[i], runs, tuple(sum(run.length for run in of_dim) for of_dim in runs)))
+            parts.append(_RankPiece(rank, rows[i], runs, tuple(sum(run.length for run in of_dim) for of_dim in runs)))
         self._sources, self._targets = parts[: len(sources)], parts[len(sources) :]
         sides = ([part.runs for part in side] for side in (self._sources, self._targets))
         self._cuts = Cuts([dim.size for dim in dims], *sides)
@@ -375,7 +375,7 @@ class _Regions:
     """The regions that a slab reads or writes, collected block by block. ``order`` has the dimensions as they lie."""
 
     def __init__(
-        self, parts: Sequence[_Part], lead: Sequence[int], start: int, end: int, order: Sequence[int],
+        self, parts: Sequence[_RankPiece], lead: Sequence[int], start: int, end: int, order: Sequence[int],
         tail: tuple[int, ...],
     ) -> None:  # fmt: skip
         self._parts, self._lead, self._start, self._end, self._order, self._tail = parts, lead, start, end, order, tail

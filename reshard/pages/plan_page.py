@@ -42,7 +42,7 @@ MOST_SETS = 8
 WIDTHS = {0.25: "¼ of the width", 0.5: "½", 1: "this width", 2: "2 x", 4: "4 x"}
 """The widths, relative to the model's, for which the time in collectives is drawn, and what they are called."""
 
-Ranks = frozenset[int]
+RankSet = frozenset[int]
 
 
 Drawn = dict[str, object]
@@ -171,7 +171,7 @@ class _Picture:
     """Draws weights, and remembers which sets of ranks need a pattern."""
 
     plan: Plan
-    shared: dict[Ranks, str] = field(default_factory=dict)
+    shared: dict[RankSet, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = self.plan.mesh.size // self.plan.mesh.pp
@@ -183,7 +183,7 @@ class _Picture:
         hue = rank * 360 / count if count <= 8 else rank * 137.5  # neighbours are never alike
         return f"hsl({hue % 360:.0f} 62% {52 if rank % 2 else 60}%)"
 
-    def fill(self, ranks: Ranks) -> str:
+    def fill(self, ranks: RankSet) -> str:
         """The fill of what these ranks hold."""
         if len(ranks) == 1:
             return self.colour(next(iter(ranks)))
@@ -233,9 +233,9 @@ class _Picture:
             summed = human_bytes(outputs * activation_bytes(plan)) if outputs else None
             yield self._weight(kind, layout, what, scale) | {"arrows": arrows, "summed": summed}
 
-    def _alike(self, kind: Kind) -> dict[Ranks, list[Kind]]:
+    def _alike(self, kind: Kind) -> dict[RankSet, list[Kind]]:
         """The tensors of a layer that differ from one in the expert alone, by the ranks that hold them."""
-        by_ranks: dict[Ranks, list[Kind]] = {}
+        by_ranks: dict[RankSet, list[Kind]] = {}
         for other, layout in self.plan.laid.items():
             if other.template == kind.template and other.layers & kind.layers:
                 by_ranks.setdefault(frozenset(layout.boxes), []).append(other)
@@ -291,7 +291,7 @@ class _Picture:
         words = f"{kind.name}\n{layout.rule}\n{shape_text(layout.stored)}"
         return {"words": words, "width": width, "height": height, "cells": cells, "lines": lines, "names": names}
 
-    def _packed(self, layout: Layout, down: _Side, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
+    def _packed(self, layout: Layout, down: _RectangleSide, scale: float) -> tuple[list[str], list[tuple[str, str]]]:
         """Return the lines between the parts of a packed weight, and the places and names of the parts."""
         lines, names, offset = list[str](), list[tuple[str, str]](), 0.0
         dim = layout.rule.dims[down.dim] if layout.rule.dims and down.dim is not None else None
@@ -311,7 +311,7 @@ class _Picture:
         return lines, names
 
 
-class _Side(NamedTuple):
+class _RectangleSide(NamedTuple):
     """A side of a rectangle: the dimension that it is, its length with padding and without, and each rank's runs."""
 
     dim: int | None
@@ -320,7 +320,7 @@ class _Side(NamedTuple):
     runs: Sequence[tuple[Run, ...]]
 
 
-def _sides(layout: Layout) -> tuple[Sequence[_Side], str]:
+def _sides(layout: Layout) -> tuple[Sequence[_RectangleSide], str]:
     """Return the last two dimensions of a tensor, and a note on the others. A leading dimension that is cut takes the
     place of the first of the two.
     """
@@ -329,16 +329,16 @@ def _sides(layout: Layout) -> tuple[Sequence[_Side], str]:
     if cut and len(dims) == 2:
         dims[0] = cut[0]
     outer = [length for dim, length in enumerate(layout.full) if dim not in dims]
-    sides = [_Side(dim, layout.padded[dim], layout.full[dim], layout.runs(dim)) for dim in dims]
+    sides = [_RectangleSide(dim, layout.padded[dim], layout.full[dim], layout.runs(dim)) for dim in dims]
     everyone = [((Run(0, 1),) if rank in layout.boxes else ()) for rank in range(layout.ranks)]
-    sides = [_Side(None, 1, 1, everyone)] * (2 - len(sides)) + sides  # a vector is drawn as a bar
+    sides = [_RectangleSide(None, 1, 1, everyone)] * (2 - len(sides)) + sides  # a vector is drawn as a bar
     first, arrow = sides[0].dim, layout.rule.arrow
     if arrow is not None and first is not None and first < arrow:
         sides.reverse()  # the input is stored first, but drawn from left to right as always
     return sides, f", drawn once for {shape_text(outer)}" if outer else ""
 
 
-def _segments(side: _Side) -> list[tuple[Run, Ranks]]:
+def _segments(side: _RectangleSide) -> list[tuple[Run, RankSet]]:
     """A side, cut wherever another set of ranks holds it, and where the padding begins."""
     cut = [*segments(dict(enumerate(side.runs)), (0, side.length, min(side.full, side.length)))]
     if len(cut) >= MOST_PARTS:
@@ -346,7 +346,7 @@ def _segments(side: _Side) -> list[tuple[Run, Ranks]]:
     return cut
 
 
-def _drawn(side: _Side, run: Run, scale: float) -> tuple[float, float]:
+def _drawn(side: _RectangleSide, run: Run, scale: float) -> tuple[float, float]:
     """Return the begin and the length of a run in a drawing."""
     if side.length * scale <= THINNEST:
         return 0.0, THINNEST
@@ -357,5 +357,5 @@ def _extent(what: str, run: Run) -> str:
     return f"{what} {run.offset:,} to {run.end - 1:,}"
 
 
-def _ranks(ranks: Ranks) -> str:
+def _ranks(ranks: RankSet) -> str:
     return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"

@@ -25,8 +25,8 @@ from reshard.mesh.stages import is_layered, layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
 from reshard.placement.geometry import Geometry
 from reshard.placement.portions import (
-    Parts,
     Portion,
+    Portions,
     dropped_of,
     kept_whole,
     refine,
@@ -35,7 +35,7 @@ from reshard.placement.portions import (
 from reshard.placement.stored import Atom, Chunks, Location, RankNames, Stated, Stored
 
 
-class _Part(NamedTuple):
+class _StoredAtom(NamedTuple):
     """An atom, on its way into a stored tensor, with that one's name (None: the atom's own) and the indices in it."""
 
     atom: Atom
@@ -57,7 +57,7 @@ class Arrangement:
     def __init__(
         self,
         plan: Plan,
-        parts: Mapping[Kind, Parts],
+        parts: Mapping[Kind, Portions],
         format: Format,
         chunks: Chunks | None,
         twice: Mapping[str, str],
@@ -118,7 +118,7 @@ class Arrangement:
                 geometry, stated = geometries[kind]
                 yield Stored(self._names.get(name, name), kind.dtype, geometry, (Atom(name),), stated=stated)
             return
-        parts_of: dict[str, dict[tuple[int, int], _Part]] = {}
+        parts_of: dict[str, dict[tuple[int, int], _StoredAtom]] = {}
         for tensor in self.plan.model.tensors:
             for portion in self.parts[tensor.kind] if tensor.name not in self.dropped else ():
                 for index in range(tensor.shape[0]) if portion.component.index else (None,):
@@ -129,7 +129,7 @@ class Arrangement:
         for name, parts in parts_of.items():
             yield self._join(name, parts)
 
-    def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _Part]:
+    def _part(self, tensor: BoundTensor, portion: Portion, index: int | None) -> tuple[str, int, _StoredAtom]:
         """The name of the stored tensor that an atom is a part of, its place in the stack, and the part."""
         name, target, at = tensor.name, portion.target, tensor.indices
         if portion.component.index and index is not None:
@@ -149,9 +149,13 @@ class Arrangement:
                     break
             name = filled(target, at)
         name = self._names.get(name, name) if target is None else name
-        return name, place, _Part(Atom(tensor.name, portion.component.label, index), tensor.kind, portion, target, at)
+        return (
+            name,
+            place,
+            _StoredAtom(Atom(tensor.name, portion.component.label, index), tensor.kind, portion, target, at),
+        )
 
-    def _join(self, name: str, parts: Mapping[tuple[int, int], _Part]) -> Stored:
+    def _join(self, name: str, parts: Mapping[tuple[int, int], _StoredAtom]) -> Stored:
         ordered = [parts[place] for place in sorted(parts)]
         kind, first, cut = ordered[0].kind, ordered[0].portion, ordered[0].portion.line.cut
         if len({place for place, _ in parts}) * first.slots != len(parts):
@@ -218,7 +222,7 @@ class Arrangement:
                     names.add(name)
                     yield self._join(name, {(0, 0): part})
 
-    def _naming(self, part: _Part) -> RankNames | None:
+    def _naming(self, part: _StoredAtom) -> RankNames | None:
         """The name of a stored tensor by its rank, if it is not the same on all; ``part`` is its first."""
         mesh, firsts, target = self.plan.mesh, self._firsts, str(part.target)
         names = part.portion.line.stage_names if mesh.pp > 1 and not self._has_all_around else {}

@@ -64,7 +64,7 @@ class Position(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Box(NamedTuple):
+class PieceBox(NamedTuple):
     """Elements of an atom, a range of each dimension, that the same pieces have: in ``shape``, at each position."""
 
     shape: tuple[int, ...]
@@ -76,13 +76,13 @@ class Box(NamedTuple):
         """The number of elements."""
         return math.prod(self.shape)
 
-    def within(self, dim: int, begin: int, length: int) -> Box:
+    def within(self, dim: int, begin: int, length: int) -> PieceBox:
         """A range of a dimension of it."""
         ends = (
             tuple(at._replace(base=at.base + begin * at.strides[dim]) for at in places)
             for places in (self.sources, self.targets)
         )
-        return Box((*self.shape[:dim], length, *self.shape[dim + 1 :]), *ends)
+        return PieceBox((*self.shape[:dim], length, *self.shape[dim + 1 :]), *ends)
 
 
 class Segment(NamedTuple):
@@ -138,7 +138,7 @@ class Cuts:
                 yield from ((segment, *following) for following in self.cells(dim + 1, segment))
 
 
-def boxes(source: Spread, target: Spread) -> Iterator[Box]:
+def boxes(source: Spread, target: Spread) -> Iterator[PieceBox]:
     """Cut the target's elements of an atom, without padding, into boxes, in the order of the dimensions.
 
     All elements of a box lie in the same pieces of the source and in the same pieces of the target. A box without
@@ -153,7 +153,7 @@ def boxes(source: Spread, target: Spread) -> Iterator[Box]:
                 tuple(_position(*pieces[i], cell) for i in sorted(ids))
                 for pieces, ids in zip(sides, (last.sources, last.targets), strict=True)
             )
-            yield Box(tuple(segment.length for segment in cell), have, want)
+            yield PieceBox(tuple(segment.length for segment in cell), have, want)
 
 
 def _position(holder: int, piece: Piece, cell: Sequence[Segment]) -> Position:

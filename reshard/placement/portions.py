@@ -59,7 +59,7 @@ class Portion:
         return self.order[start : start + self.counts[dim]] if self.counts else ()
 
 
-Parts = tuple[Portion, ...]
+Portions = tuple[Portion, ...]
 """The portions that a program makes of a tensor of some kind: all of its atoms."""
 
 
@@ -96,7 +96,7 @@ def kept_whole(kind: Kind, target: str | None) -> Portion:
     return Portion(component, target, None, 0, 1, _KEPT, order, component.counts, component.dim, component.lead)
 
 
-def refine(kind: Kind, one: Parts, other: Parts) -> Parts:
+def refine(kind: Kind, one: Portions, other: Portions) -> Portions:
     """The portions ``one`` of a kind, in atoms and factors as fine as ``other``'s. Elements stay in their places.
 
     Refined by each other, both sides have the same atoms. Raises PlanError if a stored order cannot be expressed so.
@@ -142,7 +142,7 @@ def _not_in_parts(kind: Kind, how: str, where: str = " there") -> PlanError:
     return PlanError(f"tensor '{kind.name}' is {how}{where}", "write it as huggingface first")
 
 
-class _Reading:
+class _FormatOnKinds:
     """Applies a format to the kinds of a model."""
 
     def __init__(self, model: Model, format: Format) -> None:
@@ -153,7 +153,7 @@ class _Reading:
         first = {tensor.kind: tensor for tensor in reversed(model.tensors)} if beside is not None else {}
         self._beside = {kind: beside(tensor) for kind, tensor in first.items()} if beside is not None else {}
 
-    def candidates(self, kind: Kind) -> Iterator[Parts]:
+    def candidates(self, kind: Kind) -> Iterator[Portions]:
         """Yield the portions that lines make of a kind, the best first: of the whole tensor, of its components, or
         unchanged.
         """
@@ -233,12 +233,12 @@ class _Reading:
         return portion
 
 
-def uses_of(model: Model, format: Format) -> dict[Kind, Parts]:
+def uses_of(model: Model, format: Format) -> dict[Kind, Portions]:
     """Return the portions of each kind of tensors. Raises PlanError for a tensor that no line of the format covers."""
     if format.plain:
         return {kind: (kept_whole(kind, None),) for kind in model.kinds}
     check_model_type(model, format)
-    reading = _Reading(model, format)
+    reading = _FormatOnKinds(model, format)
     readings = {kind: [*reading.candidates(kind)] for kind in model.kinds}
     lacking: list[Kind] | None = None
     while lacking is None or lacking:  # a line that joins applies only if all its sources are there

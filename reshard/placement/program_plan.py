@@ -13,7 +13,7 @@ from reshard.formats.errors import NotationError, PlanError, refused
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.expressions import Expression, Lookup
-from reshard.formats.notation.format import Format, Settings
+from reshard.formats.notation.format import Format, ProgramConfig
 from reshard.mesh.degrees import unevenly
 from reshard.mesh.plan import Degrees, Plan, make_plan
 from reshard.model.model import Model, padding_for
@@ -21,13 +21,16 @@ from reshard.placement.kept_fields import not_kept
 from reshard.placement.portions import apart_by_lines, check_model_type
 
 
-def program_config(settings: Settings, model: Model) -> dict[str, Any]:
+def program_config(settings: ProgramConfig, model: Model) -> dict[str, Any]:
     """The content of a program's config file for a model. Raises PlanError."""
     return _evaluated(settings.write, model.sizes.look_up, settings.file)
 
 
 def made_config(
-    settings: Settings, document: Mapping[str, Any], tensors: Iterable[tuple[str, str, tuple[int, ...]]], ranks: int
+    settings: ProgramConfig,
+    document: Mapping[str, Any],
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    ranks: int,
 ) -> dict[str, Any]:
     """The ``config.json`` of a model, made from a program's config file and the stored tensors' shapes and dtypes.
 

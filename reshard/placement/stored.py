@@ -142,7 +142,7 @@ class Location(NamedTuple):
         return frozenset(rank for rank in sorted(boxes) if first.setdefault(boxes[rank].dims, rank) != rank)
 
 
-Piece = tuple[Chunk, TensorInfo]
+StoredChunk = tuple[Chunk, TensorInfo]
 """A chunk of a tensor, and where it lies."""
 
 
@@ -157,7 +157,9 @@ def stacked(stacks: Iterable[Renaming], name: str) -> tuple[str, tuple[int, ...]
     return name, tuple(places)
 
 
-def unstacked(stacks: Sequence[Renaming], name: str, pieces: Iterable[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+def unstacked(
+    stacks: Sequence[Renaming], name: str, pieces: Iterable[StoredChunk]
+) -> Iterator[tuple[str, list[StoredChunk]]]:
     """The stored tensors within a tensor of the files, each with its chunks.
 
     A name that has a number in place of a stack's index is not a stack, but one of its tensors.
@@ -166,7 +168,7 @@ def unstacked(stacks: Sequence[Renaming], name: str, pieces: Iterable[Piece]) ->
     if stack is None:
         yield name, list(pieces)
         return
-    apart: dict[str, list[Piece]] = defaultdict(list)
+    apart: dict[str, list[StoredChunk]] = defaultdict(list)
     for at, info in pieces:
         for number in range(at.shape[0]) if at.shape else ():
             new, nbytes = name_at(stack, name, at.offset[0] + number), info.nbytes // at.shape[0]

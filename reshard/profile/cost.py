@@ -21,14 +21,14 @@ import numpy as np
 
 from reshard.mesh.plan import Plan
 from reshard.mesh.totals import activation_bytes, all_reduces, rows_of, totals_of
-from reshard.profile.job import OUTSIDE, LayerKind, Measured, RankResult, Step, Workload
+from reshard.profile.job import OUTSIDE, LayerKind, Measured, ProfileStep, RankResult, Workload
 from reshard.text import human_bytes
 
 # ------------------------------------------------------------------------------------------------- what was measured
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part of a step: how often it occurs, and each time the seconds of computing and in collectives."""
 
     count: int
@@ -47,7 +47,7 @@ class Time:
     collectives: float
     spread: float = 0.0
     reduced: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, StepPart] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -77,7 +77,7 @@ class Memory:
         return self.weights + self.cache + self.activations + self.gradients
 
 
-def joined(of_ranks: Sequence[Sequence[Step]]) -> tuple[Step, float]:
+def joined(of_ranks: Sequence[Sequence[ProfileStep]]) -> tuple[ProfileStep, float]:
     """One step from the repeated steps of all ranks, and the spread of its time: half of the middle half, relative.
 
     Ranks compute side by side, so the slowest counts. A collective lasts from when the last rank comes, so the shortest
@@ -105,7 +105,7 @@ def time_of(measured: Sequence[Measured], workload: Workload, counts: Mapping[st
             seconds[span.part, span.what == "compute"] += span.seconds
             reduced += counts[span.part] * span.nbytes * (span.what == "all-reduce")
     compute, collectives = (sum(seconds[part, which] * counts[part] for part in counts) for which in (True, False))
-    parts = {part: Part(counts[part], seconds[part, True], seconds[part, False]) for part in counts}
+    parts = {part: StepPart(counts[part], seconds[part, True], seconds[part, False]) for part in counts}
     return Time(compute, collectives, spread, reduced, parts)
 
 
@@ -141,7 +141,7 @@ def fit(columns: Sequence[Sequence[float]], times: Sequence[float]) -> list[floa
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRate:
     """The cost of an all-reduce over some ranks: seconds before the first byte, and bytes per second of each rank.
 
     ``measured`` has the bytes and seconds of the all-reduces to which it was fitted.
@@ -152,27 +152,27 @@ class Link:
     bandwidth: float
     measured: tuple[tuple[int, float], ...] = ()
 
-    def over(self, ranks: int, bandwidth: float | None = None) -> Link:
+    def over(self, ranks: int, bandwidth: float | None = None) -> LinkRate:
         """The same for another number of ranks: the latency grows with the steps of a ring."""
-        return Link(ranks, self.latency * (ranks - 1) / (self.ranks - 1), bandwidth or self.bandwidth)
+        return LinkRate(ranks, self.latency * (ranks - 1) / (self.ranks - 1), bandwidth or self.bandwidth)
 
 
-def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> Link:
+def fit_link(ranks: int, times: Iterable[tuple[int, float]]) -> LinkRate:
     """The link of these all-reduces: bytes and seconds of each."""
     timed = tuple((nbytes, seconds) for nbytes, seconds in times if seconds > 0)
     moved = 2 * (ranks - 1) / ranks
     latency, per_byte = fit([(1.0, moved * nbytes) for nbytes, _ in timed], [seconds for _, seconds in timed])
-    return Link(ranks, latency, 1 / max(per_byte, 1e-15), timed)
+    return LinkRate(ranks, latency, 1 / max(per_byte, 1e-15), timed)
 
 
-def _link(links: Mapping[int, Link], degree: int, bandwidth: float | None) -> Link | None:
+def _link(links: Mapping[int, LinkRate], degree: int, bandwidth: float | None) -> LinkRate | None:
     """The link of a degree: measured, or as over the most ranks that were measured, no more than these if possible."""
     if not links or degree in links:
-        return links.get(degree) or (Link(degree, 0.0, bandwidth) if bandwidth else None)
+        return links.get(degree) or (LinkRate(degree, 0.0, bandwidth) if bandwidth else None)
     return links[max((n for n in links if n <= degree), default=min(links))].over(degree, bandwidth)
 
 
-def communication(plan: Plan, workload: Workload, link: Link) -> float:
+def communication(plan: Plan, workload: Workload, link: LinkRate) -> float:
     """The time of a step's collectives by the plan; the logits of inference are gathered."""
     train, ranks = workload.phase == "train", link.ranks
     passes = all_reduces(plan)[: 2 if train else 1]
@@ -198,7 +198,7 @@ class NotRun:
 
 
 @dataclass(frozen=True)
-class Row:
+class DegreeRow:
     """A degree and a workload: the time as measured and as predicted, and what a rank holds.
 
     ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan.
@@ -246,7 +246,7 @@ def whole_model(
     plans: Mapping[int, Plan], kinds: Sequence[LayerKind], workloads: Sequence[Workload],
     results: Mapping[int, Sequence[RankResult]], not_run: Mapping[tuple[int, Workload], NotRun],
     capacity: Mapping[int, int], bandwidth: float | None,
-) -> tuple[list[Row], list[Link]]:  # fmt: skip
+) -> tuple[list[DegreeRow], list[LinkRate]]:  # fmt: skip
     """The row of each degree and workload, from the ``results`` of the degrees that ran, and the links among these.
 
     ``capacity`` is a rank's memory in bytes, ``bandwidth`` that of the links of degrees that did not run. What did not
@@ -288,7 +288,7 @@ def whole_model(
         stated = sum(each.nbytes for each in all_reduces(plan)[: 2 if train else 1]) if degree > 1 else 0
         measured, missing = times.get((degree, workload)), not_run.get((degree, workload))
         of_step = stated * workload.tokens
-        rows.append(Row(degree, workload, measured, predicted, memory, capacity[degree], of_step, missing))
+        rows.append(DegreeRow(degree, workload, measured, predicted, memory, capacity[degree], of_step, missing))
     return rows, [*links.values()]
 
 
@@ -315,7 +315,7 @@ class Recommendation:
     alone: tuple[tuple[Workload, int], ...] = ()
 
 
-def recommend(rows: Sequence[Row]) -> Recommendation:
+def recommend(rows: Sequence[DegreeRow]) -> Recommendation:
     """The degree to use for all workloads of these rows: of those that ran; of others only if none of these fits."""
     rows_of = {degree: [row for row in rows if row.tp == degree] for degree in sorted({row.tp for row in rows})}
     fitting = [degree for degree in rows_of if all(row.fits and row.rate for row in rows_of[degree])]
@@ -343,7 +343,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     return Recommendation(best, "; ".join(reasons), tuple(alone))
 
 
-def _best(degrees: Sequence[int], rows_of: Mapping[int, Sequence[Row]]) -> int:
+def _best(degrees: Sequence[int], rows_of: Mapping[int, Sequence[DegreeRow]]) -> int:
     """The smallest of these degrees, in increasing order, unless a larger one is worth its ranks."""
     best = degrees[0]
     for degree in degrees[1:]:
@@ -352,12 +352,12 @@ def _best(degrees: Sequence[int], rows_of: Mapping[int, Sequence[Row]]) -> int:
     return best
 
 
-def _gain(few: Sequence[Row], many: Sequence[Row]) -> float:
+def _gain(few: Sequence[DegreeRow], many: Sequence[DegreeRow]) -> float:
     """Return the speed of a degree as a multiple of another's, over all workloads."""
     return statistics.geometric_mean(b.rate / a.rate for a, b in zip(few, many, strict=True))
 
 
-def _larger(few: Sequence[Row], many: Sequence[Row]) -> str:
+def _larger(few: Sequence[DegreeRow], many: Sequence[DegreeRow]) -> str:
     """Return a clause on the gain of a larger degree."""
     share, gain = max(row.time.share for row in many if row.time), _gain(few, many) - 1
     spends, gains, is_slower = ("spends", "gains", "is") if all(row.measured for row in many) else (
@@ -367,14 +367,14 @@ def _larger(few: Sequence[Row], many: Sequence[Row]) -> str:
     return f"tp {many[0].tp} {spends} {'up to ' if len(many) > 1 else ''}{share:.0%} in collectives and {change}"
 
 
-def _more_room(few: Sequence[Row], many: Sequence[Row]) -> str:
+def _more_room(few: Sequence[DegreeRow], many: Sequence[DegreeRow]) -> str:
     """Return a clause on the sequences for which a larger degree makes room; "" if these are no more for each rank."""
     rooms = [(a.sequences, b.sequences) for a, b in zip(few, many, strict=True) if a.sequences and b.sequences]
     gain = min((after / before for before, after in rooms), default=0.0)
     return f", with room for {gain:.1f} times as many sequences" if gain > 1.05 * many[0].tp / few[0].tp else ""
 
 
-def _none_fits(rows: Sequence[Row]) -> str:
+def _none_fits(rows: Sequence[DegreeRow]) -> str:
     if all(row.fits for row in rows):
         return "no degree could be run, or predicted, for all that was asked"
     worst = max(rows, key=lambda row: row.memory.total - row.capacity)
@@ -386,6 +386,6 @@ def _none_fits(rows: Sequence[Row]) -> str:
     return f"no degree fits: {worst.workload} at tp {worst.tp} {needs}"
 
 
-def _left_out(rows: Sequence[Row]) -> str:
+def _left_out(rows: Sequence[DegreeRow]) -> str:
     """Return a note on what ranks hold in training besides these bytes; "" if nothing."""
     return " without optimizer states" if any(row.workload.phase == "train" for row in rows) else ""

@@ -138,7 +138,7 @@ class ProfileRequest(HubAccess):
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfileJob:
     """The job of one degree's ranks. ``plan`` has only the first layer of each kind; a measurement is repeated for
     ``seconds`` at most.
     """
@@ -164,7 +164,7 @@ class Span:
     seconds: float
 
 
-Step = tuple[Span, ...]
+ProfileStep = tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Measured:
     each part the bytes that its forward pass keeps for the backward pass.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProfileStep, ...]
     work: Mapping[str, tuple[float, float]]
     cache: Mapping[str, int]
     activations: int

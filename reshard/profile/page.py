@@ -12,12 +12,12 @@ from reshard.pages.markup import html_page, rounded
 from reshard.profile.words import STEP, human_count, human_rate, lines_of
 from reshard.text import human_bytes, human_time
 
-Document = Mapping[str, Any]
-Numbers = tuple[Mapping[str, float], str]
+PageDocument = Mapping[str, Any]
+Bars = tuple[Mapping[str, float], str]
 """The parts of a bar, and the words beside it."""
 
 
-def page(document: Document, line: str = "reshard profile") -> str:
+def page(document: PageDocument, line: str = "reshard profile") -> str:
     """The text of the page."""
     best = document["recommended"]["tp"]
     headline = f"Use tp {best}" if best else "No degree fits"
@@ -40,9 +40,9 @@ class _Bar(NamedTuple):
     is_open: bool
 
 
-def _phase(phase: str, rows: Sequence[Document]) -> Document:
+def _phase(phase: str, rows: Sequence[PageDocument]) -> PageDocument:
     """The figures of a phase, the lines of its table, and the row of each."""
-    workloads: dict[str, list[Document]] = {}
+    workloads: dict[str, list[PageDocument]] = {}
     for row in rows:
         workloads.setdefault(f"batch {row['batch']}, seq {row['seq']}", []).append(row)
     figures = (
@@ -57,12 +57,12 @@ def _phase(phase: str, rows: Sequence[Document]) -> Document:
     return {"title": title, "figures": figures, "lines": lines, "rows": [row for _, row in ordered]}
 
 
-def _speed(row: Document) -> Numbers | None:
+def _speed(row: PageDocument) -> Bars | None:
     rate = row["tokens_per_second"]
     return ({"tokens": rate}, human_rate(rate)) if rate else None
 
 
-def _time(row: Document) -> Numbers | None:
+def _time(row: PageDocument) -> Bars | None:
     time = row["measured"] or row["predicted"]
     if not time or not time["seconds"]:
         return None
@@ -70,15 +70,15 @@ def _time(row: Document) -> Numbers | None:
     return parts, f"{human_time(time['seconds'])}, {time['collectives'] / time['seconds']:.0%}"
 
 
-def _memory(row: Document) -> Numbers:
+def _memory(row: PageDocument) -> Bars:
     memory = row["memory"]
     parts = {part: memory[part] for part in ("weights", "gradients", "cache", "activations") if memory[part]}
     return parts, f"{human_bytes(memory['total'])}{'' if row['fits'] else ', does not fit'}"
 
 
 def _figure(
-    title: str, workloads: Mapping[str, Sequence[Document]], numbers: Callable[[Document], Numbers | None]
-) -> Document:
+    title: str, workloads: Mapping[str, Sequence[PageDocument]], numbers: Callable[[PageDocument], Bars | None]
+) -> PageDocument:
     """A bar for each degree of each workload, those of a workload to one scale; the colour of each part."""
     colours, groups = dict[str, int](), dict[str, list[_Bar]]()
     for name, rows in workloads.items():
@@ -95,7 +95,7 @@ def _figure(
     return {"title": title, "groups": groups, "colours": colours}
 
 
-def _exchanges(links: Sequence[Document]) -> Mapping[int, Mapping[str, str]]:
+def _exchanges(links: Sequence[PageDocument]) -> Mapping[int, Mapping[str, str]]:
     """Return the times of each all-reduce, by its bytes: measured and fitted."""
     times: dict[int, dict[str, str]] = {}
     for link in links:

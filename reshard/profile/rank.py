@@ -27,7 +27,7 @@ from reshard.formats.errors import ReshardError
 from reshard.formats.torch_internals import TorchDispatchMode, tree_leaves
 from reshard.formats.transformers_internals import quiet_transformers
 from reshard.profile.blocks import Blocks, build
-from reshard.profile.job import OUTSIDE, Job, Measured, RankResult, Span, Step, Workload
+from reshard.profile.job import OUTSIDE, Measured, ProfileJob, ProfileStep, RankResult, Span, Workload
 from reshard.text import human_time
 from reshard.verify.rank.collectives import Carrier, Groups, Sent, carried_by
 from reshard.verify.rank.device import names, stream
@@ -69,7 +69,7 @@ class Meter(Carrier):
         self.part = part
         self._begin("compute")
 
-    def step(self) -> Step:
+    def step(self) -> ProfileStep:
         """The spans since the last step, without what this rank waited for others."""
         self._begin("")
         self._wait()
@@ -104,7 +104,7 @@ _FLOPS = {
 """The operations of each kind of multiplication, as torch counts them."""
 
 
-class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryAccount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that were made in its block and still live, now and at most; and the ``work`` of each
     part of the model: the operations of its multiplications, and the bytes that they read and write.
 
@@ -179,7 +179,7 @@ _SIZES = tuple(1 << power for power in range(10, 26, 2))
 EMBEDDING, HEAD = OUTSIDE
 
 
-def run_job(job: Job) -> RankResult:
+def run_job(job: ProfileJob) -> RankResult:
     """Build this rank's blocks, and time them. Raises ReshardError where transformers cannot build or run them."""
     torch.set_num_threads(job.threads)
     device = world().device
@@ -199,11 +199,11 @@ _SPREAD, _LEAST, _MOST = 0.03, 5, 100
 """A run is repeated until the middle half of so many times or more lies together, or so often."""
 
 
-def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: int = 2) -> tuple[Step, ...]:
+def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: int = 2) -> tuple[ProfileStep, ...]:
     """Run something again and again, all ranks together, for so many seconds at most: the spans of each run but those
     that only warm up. Rank 0 decides when it is enough.
     """
-    steps: list[Step] = []
+    steps: list[ProfileStep] = []
     for _ in range(warm_ups):
         started = time.monotonic()
         run()
@@ -218,7 +218,7 @@ def repeat(run: Callable[[], object], meter: Meter, seconds: float, warm_ups: in
     return tuple(steps)
 
 
-def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
+def is_enough(steps: Sequence[ProfileStep], elapsed: float, seconds: float) -> bool:
     """Whether the runs so far are enough: ``seconds`` have passed, or their middle half varies little."""
     few = 2 if elapsed > seconds * len(steps) else 3  # runs that are long by themselves vary little
     if len(steps) >= _MOST or elapsed > seconds:
@@ -232,11 +232,11 @@ def is_enough(steps: Sequence[Step], elapsed: float, seconds: float) -> bool:
 class _Runner:
     """A rank's model, and what it takes to run a phase of it."""
 
-    def __init__(self, blocks: Blocks, job: Job, groups: Groups, meter: Meter) -> None:
+    def __init__(self, blocks: Blocks, job: ProfileJob, groups: Groups, meter: Meter) -> None:
         self._blocks, self._job, self._groups, self._meter = blocks, job, groups, meter
         self._model, self._weights = running(blocks.loaded.model), [*blocks.loaded.model.parameters()]
         self._device = self._weights[0].device
-        self._account: Account | None = None
+        self._account: MemoryAccount | None = None
         self._saved: dict[str, int] = {}
         parameters = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -258,7 +258,7 @@ class _Runner:
             run = {"decode": self._decode, "prefill": self._prefill, "train": self._train}[workload.phase](workload)
             self._saved = {}
             started = time.monotonic()
-            with Account(lambda: self._meter.part) as self._account:
+            with MemoryAccount(lambda: self._meter.part) as self._account:
                 output = run()
             account, self._account = self._account, None
             self._meter.step()
@@ -382,7 +382,7 @@ def _age(cache: Any, tokens: int) -> None:
             layer.cumulative_length = tokens
 
 
-def _exchanges(job: Job, dtype: torch.dtype, meter: Meter) -> Iterator[tuple[int, list[float]]]:
+def _exchanges(job: ProfileJob, dtype: torch.dtype, meter: Meter) -> Iterator[tuple[int, list[float]]]:
     """Time all-reduces of several sizes."""
     say(f"tp {job.plan.mesh.size}: all-reduces")
     for nbytes in _SIZES:

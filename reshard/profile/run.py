@@ -16,7 +16,7 @@ from reshard.mesh.plan import Plan, make_plan
 from reshard.mesh.totals import activation_bytes, rows_of, totals_of
 from reshard.model.model import Model
 from reshard.profile.cost import NotRun, recommend, whole_model
-from reshard.profile.job import Job, LayerKind, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
+from reshard.profile.job import LayerKind, ProfileJob, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from reshard.profile.processes import Node, run_processes
 from reshard.profile.words import Profile
 from reshard.text import human_bytes, plural
@@ -140,7 +140,7 @@ def _run_what_fits(
         progress(text)
 
     while runs := tuple(workload for workload in request.workloads if workload not in missing):
-        job = Job(with_layers(plan, kinds), kinds, runs, node.threads, request.seconds)
+        job = ProfileJob(with_layers(plan, kinds), kinds, runs, node.threads, request.seconds)
         try:
             run = run_processes(run_job, degree, job, device=node.device, timeout=request.timeout, progress=note)
             return run, missing

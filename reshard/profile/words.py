@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.model.model import Model
-from reshard.profile.cost import Link, Recommendation, Row, Time
+from reshard.profile.cost import DegreeRow, LinkRate, Recommendation, Time
 from reshard.text import Result, align, human_bytes, human_time, plural
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class Profile(Result):
     backend: str
     device: str
     parameters: int
-    rows: tuple[Row, ...]
+    rows: tuple[DegreeRow, ...]
     refused: tuple[tuple[int, str], ...]
-    links: tuple[Link, ...]
+    links: tuple[LinkRate, ...]
     recommended: Recommendation
 
     @property
@@ -96,7 +96,7 @@ def _cells(row: Mapping[str, Any], parts: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _differences(rows: Sequence[Row]) -> Iterator[str]:
+def _differences(rows: Sequence[DegreeRow]) -> Iterator[str]:
     """Yield a line for each degree at which the ranks sum more, or less, than the plan states."""
     for row in rows:
         if row.measured is not None and row.measured.reduced != row.stated:
@@ -148,7 +148,7 @@ def document_of(result: Profile) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: DegreeRow) -> dict[str, Any]:
     memory = row.memory
     return {
         "tp": row.tp,
@@ -174,5 +174,5 @@ def _time(time: Time | None) -> dict[str, Any] | None:
     return document
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link(link: LinkRate) -> dict[str, Any]:
     return {**asdict(link), "measured": [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in link.measured]}

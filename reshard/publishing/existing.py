@@ -49,7 +49,7 @@ _OF_A_MODEL = re.compile(
 _FOLDER = r"(release|iter_\d{7,})/"
 """The folders of weights that a tracker names."""
 
-Read = Callable[[str], bytes | None]
+ReadFile = Callable[[str], bytes | None]
 """The content of a file of a place; None, if it is not there."""
 
 
@@ -62,7 +62,7 @@ class Existing:
 
     place: str
     names: frozenset[str]
-    read: Read
+    read: ReadFile
     is_folder: bool = False
 
     @property
@@ -72,7 +72,7 @@ class Existing:
         """
         return not self.is_folder and any(name.startswith((UNFINISHED, JOURNAL)) for name in self.names)
 
-    def check_replaceable(self, *, overwrite: bool, again: Read = lambda _: None) -> None:
+    def check_replaceable(self, *, overwrite: bool, again: ReadFile = lambda _: None) -> None:
         """Raise CheckpointError unless nothing is there, or a checkpoint, or part of one, that may be replaced.
 
         It may have no file that belongs to no checkpoint, except files that are written ``again`` as they are.
@@ -87,7 +87,7 @@ class Existing:
                 raise CheckpointError(f"{self.place} exists", "remove it, choose another place, or pass --overwrite")
         self.refuse_unknown(self.names, again)
 
-    def refuse_unknown(self, names: Collection[str], again: Read = lambda _: None) -> None:
+    def refuse_unknown(self, names: Collection[str], again: ReadFile = lambda _: None) -> None:
         """Raise CheckpointError if any of the files ``names`` belongs to no checkpoint.
 
         Those that are written ``again`` with the same content are no loss.

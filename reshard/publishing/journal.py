@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reshard.publishing.records import Run
+from reshard.publishing.records import ShareRun
 from reshard.store.staging_names import JOURNAL, SUFFIX, entries_in, not_begun
 
 
@@ -34,12 +34,12 @@ def read_journal(path: Path, *kinds: str) -> Iterator[tuple[dict[str, Any], dict
             yield from entries_in(lines, *kinds)
 
 
-def runs_in(work: Path, mine: str | None = None) -> Iterator[Run]:
+def runs_in(work: Path, mine: str | None = None) -> Iterator[ShareRun]:
     """The last run of each share, in the order of their names. Of the share ``mine``, no other process is at work."""
     for path in journals_in(work):
         label, lines = path.name.removeprefix(JOURNAL), [*read_journal(path, "task", "ended")]
         begin, last = lines[-1] if lines else ({}, {})
-        yield Run(label, begin, "ended" in last, label != mine and is_locked(path))
+        yield ShareRun(label, begin, "ended" in last, label != mine and is_locked(path))
 
 
 def unfinished_command(path: Path) -> str | None:

@@ -96,7 +96,7 @@ class FileShare:
         """Whether other processes write the rest of the output."""
         return bool(self.folders) or not (self.label == WHOLE or self.label.endswith("-of-1"))
 
-    def goes_with(self, run: Run) -> bool:
+    def goes_with(self, run: ShareRun) -> bool:
         """Whether another process may write its share at the same time: no file is in both, and neither is the whole
         output.
         """
@@ -105,7 +105,7 @@ class FileShare:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShareRun:
     """The last run of a share: the line it began with (empty if it has not begun), whether all of the share is
     finished, and whether its process is at work.
     """

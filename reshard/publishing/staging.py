@@ -40,12 +40,12 @@ from reshard.formats.files.checksum import Stamp, file_checksum
 from reshard.publishing.existing import Existing, existing_in
 from reshard.publishing.journal import journals_in, read_journal, runs_in
 from reshard.publishing.locks import check_staging, is_folder, is_there, lock, open_new, remove_tree
-from reshard.publishing.records import WHOLE, FileShare, Finished, Moved, Read, Run, finished_entry, read_finished
+from reshard.publishing.records import WHOLE, FileShare, Finished, Moved, Read, ShareRun, finished_entry, read_finished
 from reshard.store.staging_names import BUILT, COMMON, JOURNAL, STATE, journal_line, staging_of, task_name
 from reshard.system import boot_id, check_space, disk_errors
 
 Check = Callable[[Existing], None]
-Documents = Callable[[], Mapping[str, bytes]]
+MakeDocuments = Callable[[], Mapping[str, bytes]]
 """Makes the small files of an output, the manifest last, once no other process changes the output."""
 
 _REPLACED = f"{STATE}replaced-"
@@ -204,7 +204,7 @@ class Staging:
                 file.close()
         self._common = None
 
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[ShareRun]:
         """The last run of each share; of those at work, other processes'."""
         return [*runs_in(self.work, self.share.label)]
 
@@ -367,7 +367,7 @@ class Staging:
         self._is_last = is_alone and not left and planned <= self.finished.keys()
         return self._is_last
 
-    def commit(self, documents: Documents) -> None:
+    def commit(self, documents: MakeDocuments) -> None:
         """Put what was built, and the documents of the output, under their final names.
 
         If the process is killed here, the final name of a unit is that of the old unit, of the new one, or of nothing.

@@ -35,7 +35,7 @@ from reshard.formats.files.checksum import Stamp
 from reshard.publishing.existing import LAST, Existing
 from reshard.publishing.locks import remove_tree
 from reshard.publishing.records import WHOLE, FileShare, Finished, Read, finished_entry, read_finished
-from reshard.publishing.staging import Check, Documents, PublishedError, Staging
+from reshard.publishing.staging import Check, MakeDocuments, PublishedError, Staging
 from reshard.store.bucket import Bucket
 from reshard.store.staging_names import JOURNAL, STATE, UNFINISHED, journal_in, journal_line
 from reshard.store.threads import WAKE, Threads
@@ -359,7 +359,7 @@ class Uploading(Staging):
             "run the same command again when nobody else writes there",
         )
 
-    def commit(self, documents: Documents) -> None:
+    def commit(self, documents: MakeDocuments) -> None:
         """Upload the small files; those that make a folder a checkpoint come last, and the very last names the task."""
         files = documents()
         sides, (*early, last) = sorted(files.keys() - {*LAST}), [document for document in LAST if document in files]

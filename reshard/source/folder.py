@@ -31,7 +31,7 @@ from reshard.model.model import Model
 from reshard.source.source import Source, SourceFile
 
 if TYPE_CHECKING:
-    from reshard.source.lora import Side
+    from reshard.source.lora import LoraSide
 
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Folder:
         self.path, self.config, self.plan_file, self.base, self.beginning = path, config, plan_file, base, beginning
         self.stamps = stamps_in(path)
         self._contents: dict[Hashable, Any] = {}
-        self.lora: Side | None = None  # as which side of a run with an adapter it is opened
+        self.lora: LoraSide | None = None  # as which side of a run with an adapter it is opened
         self.manifest: Manifest | None = None
         self.damage: ReshardError | None = None
         self.formats: tuple[Format, ...] = ()

@@ -31,7 +31,7 @@ from reshard.formats.files.checkpoint import (
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.training import model_files, read_training
-from reshard.formats.notation.adapters import PREFIX, Settings, adapter_architecture, of_pattern, settings_of
+from reshard.formats.notation.adapters import PREFIX, LoraSettings, adapter_architecture, of_pattern, settings_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.quantization.methods import without_quantization
@@ -75,7 +75,7 @@ class LoraRun:
     stated: FilePath | None
 
     @cached_property
-    def lora(self) -> Settings:
+    def lora(self) -> LoraSettings:
         """The settings, read. Raises PlanError."""
         return settings_of(self.settings, self.stated or self.path)
 
@@ -148,7 +148,7 @@ class LoraRun:
 
 
 @dataclass(frozen=True)
-class Side:
+class LoraSide:
     """One side of a run with an adapter, as which its folder is opened: the base model, or the adapter alone.
 
     An adapter is one to ``adapted``, or to the model of the run's config.json.
@@ -286,7 +286,7 @@ def open_base(folder: Folder, run: LoraRun, *, model: Model | None = None, is_pa
     """The base model in a run, as if nothing had been wrapped (see ``open_folder``). Raises ReshardError."""
     run.check_base()
     side = copy.copy(folder)
-    side.lora = Side(run, is_adapter=False)
+    side.lora = LoraSide(run, is_adapter=False)
     return open_folder(side, model=model, is_part=is_part)
 
 
@@ -297,7 +297,7 @@ def open_alone(folder: Folder, run: LoraRun, adapted: Model | None = None) -> So
     if adapted is not None:
         run.check_alpha()
     side = copy.copy(folder)  # what was read of the folder is not read again
-    side.lora = Side(run, is_adapter=True, adapted=adapted)
+    side.lora = LoraSide(run, is_adapter=True, adapted=adapted)
     side.kind = "adapter" if folder.kind == "full" else folder.kind
     try:
         return open_folder(side, adapted=adapted)

@@ -57,7 +57,7 @@ from reshard.source.source import UNSPLIT, ProgramFile, Source
 from reshard.source.training import Affix, Training, parts_of
 
 if TYPE_CHECKING:
-    from reshard.source.lora import Side
+    from reshard.source.lora import LoraSide
 
 
 class _MisfitError(Exception):
@@ -80,7 +80,7 @@ def _misfit(rank: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _ReadAs:
     """The content of a folder, read as one format: the tensors of each rank or the chunks in each file, and their
     model.
 
@@ -120,7 +120,7 @@ class _Reading:
         padding = padding_of(on_mesh(plan, self.format), _merged(self.ranks, self.chunks))
         return program_plan(self.model, self.format, mesh, padding=padding)
 
-    def unlike(self, plan: Plan) -> tuple[int, _Reading, Plan]:
+    def unlike(self, plan: Plan) -> tuple[int, _ReadAs, Plan]:
         """Count the tensors that differ from those of a plan. Returns also the first of them, in both. Raises
         ReshardError.
         """
@@ -163,7 +163,7 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
         known = _of_names((format for format, _ in trained), folder)
         ways = [(format, files) for format in known for files in readings(folder, format)]
     misfits: list[_MisfitError] = []
-    unlike: list[tuple[int, _Reading, Plan]] = []
+    unlike: list[tuple[int, _ReadAs, Plan]] = []
     for format, files in ways:
         try:
             reading = _read(folder, format, files, model)
@@ -209,7 +209,7 @@ def _with_refusal(error: ReshardError, config: Mapping[str, Any]) -> ReshardErro
     return error if refused is None else type(error)(error.message, why)
 
 
-def _check_complete(reading: _Reading, folder: Folder) -> tuple[str, ...]:
+def _check_complete(reading: _ReadAs, folder: Folder) -> tuple[str, ...]:
     """The towers that the model is without (see ``check_complete``).
 
     Raises CheckpointError if tensors of the model are missing, or if most of those that are there are of another.
@@ -226,7 +226,7 @@ def _check_complete(reading: _Reading, folder: Folder) -> tuple[str, ...]:
         raise _with_refusal(told, reading.model.config) from None
 
 
-def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _Reading:
+def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _ReadAs:
     """Read the files as shards of a model: a known one, or the one that a config.json describes."""
     shards = read_shards(folder, files)
     split = shards[0].identity if shards else None
@@ -300,7 +300,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
     if known is not None:
         if format.container.chunks:
             mesh, is_known = folder.mesh or (split.mesh if split else UNSPLIT), is_known or split is not None
-        return _Reading(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice, others=beside)
+        return _ReadAs(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice, others=beside)
     with _misfit(2 * has_mesh):
         sizes = folder.manifest.identity.sizes if folder.manifest else None
         model = bind(architecture, config, full, axes=sizes or inferred_sizes(architecture, config, tensors, full))
@@ -313,7 +313,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
                     "it is not the config.json of these tensors, or is damaged",
                 )
     more = (computed, given_dtype, twice, beside)
-    return _Reading(format, files, ranks, chunks, training, model, mesh, is_known, *more)
+    return _ReadAs(format, files, ranks, chunks, training, model, mesh, is_known, *more)
 
 
 def _look_alike(ranks: Sequence[Mapping[str, TensorInfo]], origins: Mapping[str, str], name: str, first: str) -> bool:
@@ -326,7 +326,7 @@ _MARGIN = 64
 """The most numbers of a tensor that a program may pack into one integer."""
 
 
-def _source(folder: Folder, reading: _Reading, plan: Plan, *, lacking: bool) -> Source:
+def _source(folder: Folder, reading: _ReadAs, plan: Plan, *, lacking: bool) -> Source:
     """Return what was read in a program's format as a source; with ``lacking``, side files may be missing."""
     path, manifest, format, training = folder.path, folder.manifest, reading.format, reading.training
     kept = path / INTACT_FILE
@@ -364,7 +364,7 @@ def _spelling(
     architecture: Architecture,
     config: Mapping[str, Any],
     twice: Iterable[str] = (),
-    side: Side | None = None,
+    side: LoraSide | None = None,
 ) -> Spell:
     """Return a function that turns any known spelling of a tensor's name into the format's. ``side`` is for a run with
     an adapter.

@@ -34,7 +34,7 @@ class Affix(NamedTuple):
         return (self.suffix[1:] or of_optimizer[1]) if of_optimizer is not None else None
 
 
-class Parts(NamedTuple):
+class SavedParts(NamedTuple):
     """The parts of a training checkpoint, by stored names.
 
     ``model`` has the stored name for each name of the format. ``states`` has, for each kind of state, the stored name
@@ -59,7 +59,7 @@ class Training:
     """A distributed checkpoint as a trainer saved it, and the parts of it."""
 
     saved: Distributed
-    parts: Parts
+    parts: SavedParts
     chosen: str | None = None
     """The prefix of the model's names, if the user said it."""
 
@@ -106,7 +106,7 @@ LARGEST = 256 << 20
 
 def parts_of(
     checkpoint: Distributed, spell: Spell, ignores: Callable[[str], bool], weights: str | None = None
-) -> Parts:
+) -> SavedParts:
     """Tell the parts apart. ``ignores`` says whether a name can be ignored.
 
     ``spell`` gives the name of a tensor, ``weights`` chooses among several models (see ``name_all``). Raises
@@ -131,7 +131,7 @@ def parts_of(
             model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
         else:
             rest_names.append(stored)
-    return Parts(model, dict(states), (*rest_names, *(name for name in checkpoint.objects if not ignores(name))))
+    return SavedParts(model, dict(states), (*rest_names, *(name for name in checkpoint.objects if not ignores(name))))
 
 
 def _state_of(name: str, of_name: Mapping[str, str]) -> tuple[Affix | None, str]:

@@ -19,7 +19,7 @@ from reshard.formats.errors import CheckpointError, redacted
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA, MODELOPT, TRACKERS, step_of
 from reshard.formats.files.side_files import named_files
 from reshard.formats.store import StoredPath
-from reshard.store.range_store import Content, RangeStore, with_headers
+from reshard.store.range_store import FileContent, RangeStore, with_headers
 from reshard.store.remote import Remote, ask, check_version, etag_of, open_store, read_range
 from reshard.store.selection import DOCUMENTS, INDICES, Weights, is_url, recorded, select, weights_named
 from reshard.store.staging_names import JOURNAL, UNFINISHED, journal_in, json_of, not_begun
@@ -271,7 +271,7 @@ def fetch_stored(url: str, scope: Weights, cache: Path) -> RangeStore:
         hint = "give the URL of a folder with a checkpoint"
         _, side, weights, by_ranges = select(name, sizes, scope, copy, hint)
         others = tuple(sorted(listed.keys() - {*side, *weights})) if is_listed else None
-        files: dict[str, Content] = {file: folder / file for file in side}
+        files: dict[str, FileContent] = {file: folder / file for file in side}
         if by_ranges:
             if scope is Weights.RANGES:  # other sets of weights are compared with those that are read
                 sets = sets_in(StoredPath(RangeStore(name, {**entries, **files})))

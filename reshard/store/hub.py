@@ -26,7 +26,7 @@ from reshard.formats.errors import CheckpointError
 from reshard.formats.hub_cache import begun_bytes, cache_of
 from reshard.formats.plugins import plugins
 from reshard.store.bucket import fetch_stored
-from reshard.store.range_store import Content, RangeStore, kept_in, with_headers
+from reshard.store.range_store import FileContent, RangeStore, kept_in, with_headers
 from reshard.store.remote import (
     FIRST_CONTACT,
     RefusedError,
@@ -210,7 +210,7 @@ def _download(request: _Request, scope: Weights) -> RangeStore:
     hint = "give a repository of a model that transformers can load"
     folder, side, weights, by_ranges = select(request.repo, sizes, scope, copy, hint)
     missing = [name for name in weights if not (folder / name).exists()]
-    files: dict[str, Content] = {name: folder / name for name in (*side, *weights)}
+    files: dict[str, FileContent] = {name: folder / name for name in (*side, *weights)}
     if by_ranges:
         for file in (siblings[name] for name in missing):
             etag = (file.lfs.sha256 if file.lfs else file.blob_id) or f"{folder.name}:{file.rfilename}"  # as the cache
@@ -242,7 +242,7 @@ def _from_cache(request: _Request, scope: Weights, error: Exception) -> RangeSto
         return (folder / document).read_bytes() if (folder / document).is_file() else None
 
     weights, side = weight_files(listing, folder), side_files(listing, read)
-    files: dict[str, Content] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
+    files: dict[str, FileContent] = {name: folder / name for name in (*weights, *side) if (folder / name).exists()}
     headers = _headers_folder(request, folder.name, Weights.HEADERS)
     wanted = {*side} if scope is Weights.NONE else {*weights, *side}
     whole = bool(weights or scope is Weights.NONE) and len(files) >= len(wanted)

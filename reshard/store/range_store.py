@@ -28,7 +28,7 @@ from reshard.store.threads import Threads
 _FIRST_READ = 100_000  # bytes; most safetensors headers are shorter
 _REQUESTS = 16
 
-Content = FilePath | Remote | bytes
+FileContent = FilePath | Remote | bytes
 """The content of a store's file: a local file, a file of another store, a file that is read by ranges, or bytes in
 memory.
 """
@@ -38,7 +38,7 @@ class RangeStore(Store):
     """A store. ``files`` has the content of each file, ``kept`` ranges of remote files that were already read."""
 
     def __init__(
-        self, name: str, files: Mapping[str, Content], *, location: str | None = None, commit: str | None = None,
+        self, name: str, files: Mapping[str, FileContent], *, location: str | None = None, commit: str | None = None,
         others: tuple[str, ...] | None = (), folder: Path | None = None,
     ) -> None:  # fmt: skip
         self.name, self.location, self.commit, self.beside, self.folder = name, location or name, commit, others, folder
@@ -103,7 +103,7 @@ def remote_of(path: FilePath) -> Remote | None:
     return content if isinstance(content, Remote) else None
 
 
-def _stat(content: Content) -> Stat:
+def _stat(content: FileContent) -> Stat:
     if isinstance(content, bytes):
         return Stat(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
     if isinstance(content, Remote):

@@ -29,7 +29,7 @@ from reshard.formats.files.safetensors import DTYPE_BITS, SourceFileRecord, buil
 from reshard.formats.notation.adapters import (
     PREFIX,
     Adapted,
-    Settings,
+    LoraSettings,
     other_stacks,
     parameters,
     settings_of,
@@ -39,8 +39,8 @@ from reshard.formats.notation.adapters import (
 from reshard.formats.notation.architecture import SETTINGS, Architecture, filled
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import Pattern
-from reshard.formats.notation.format_file import AdapterFormat, Factor
-from reshard.formats.notation.spellings import ModuleTensor, Part
+from reshard.formats.notation.format_file import AdapterFormat, ExpertFactor
+from reshard.formats.notation.spellings import ModuleTensor, SourcePart
 from reshard.formats.store import public_name
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
@@ -64,7 +64,7 @@ from reshard.transforms.low_rank import (
 from reshard.transforms.tensors import ARITHMETIC, Arithmetic, Tensor, computed, store_of, tensors_of
 
 Indices = tuple[tuple[str, int], ...]
-Numbers = NDArray[Any]
+Matrix = NDArray[Any]
 
 
 Weight = tuple[str, Indices, int]
@@ -80,7 +80,7 @@ class Matrices(NamedTuple):
     expert: int | None
 
 
-class Block(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows ``into`` of an expert of the result: rows ``of`` an expert's product, whose ranks begin at ``rank``."""
 
     expert: int
@@ -92,12 +92,12 @@ class Block(NamedTuple):
 
 
 def _converted(
-    factor: Factor, sizes: Mapping[str, int], dtype: str, factors: Sequence[Tensor], blocks: Sequence[Block]
+    factor: ExpertFactor, sizes: Mapping[str, int], dtype: str, factors: Sequence[Tensor], blocks: Sequence[ExpertRows]
 ) -> Tensor:
     """A or B that is made of blocks of others."""
     shape = tuple(math.prod(sizes[axis] for axis in dim) for dim in factor.dims)
 
-    def numbers(arithmetic: Arithmetic) -> Numbers:
+    def numbers(arithmetic: Arithmetic) -> Matrix:
         numbers = np.zeros(shape, _unit(dtype))
         matrices = by_expert(numbers, factor, sizes)
         for block in blocks:
@@ -109,7 +109,7 @@ def _converted(
             matrices[block.expert, into, block.rank : block.rank + part.shape[1]] = part[own]
         return numbers
 
-    def compute(arithmetic: Arithmetic, begin: int, end: int) -> Numbers:
+    def compute(arithmetic: Arithmetic, begin: int, end: int) -> Matrix:
         return _FACTORS.get(compute, partial(numbers, arithmetic)).reshape(-1).view(np.uint8)[begin:end]
 
     inputs = [tensor.content for tensor in factors]
@@ -120,8 +120,8 @@ _FACTORS = ArrayCache(256 << 20)
 """A and B that were used last, of the adapter and of the result: unsigned integers as wide as the numbers."""
 
 
-def _codes(tensor: Tensor, arithmetic: Arithmetic) -> Numbers:
-    def read() -> Numbers:
+def _codes(tensor: Tensor, arithmetic: Arithmetic) -> Matrix:
+    def read() -> Matrix:
         content = tensor.content.read(arithmetic, 0, tensor_bytes("", tensor.dtype, tensor.shape))
         return np.frombuffer(content, _unit(tensor.dtype)).reshape(tensor.shape)
 
@@ -219,7 +219,7 @@ class _Conversion:
             product = product._replace(scale=scale_of(self.lora, key, product.sizes["rank"]))
             for weight, number, rows, at in self._rows(matrices):
                 terms[weight].append(Term(product, number, 0, 0, rows, at))
-        results: dict[Matrices, list[Block]] = {matrices: [] for matrices in self._asked(terms)}
+        results: dict[Matrices, list[ExpertRows]] = {matrices: [] for matrices in self._asked(terms)}
         for matrices, blocks in results.items():
             for weight, number, rows, at in self._rows(matrices):
                 for term in terms.get(weight, ()):
@@ -227,7 +227,7 @@ class _Conversion:
                     if into:
                         into = range(into.start + at, into.stop + at, into.step)
                         own = range(own.start + term.at, own.stop + term.at, own.step)
-                        blocks.append(Block(number, into, term.product, term.expert, own))
+                        blocks.append(ExpertRows(number, into, term.product, term.expert, own))
         apart = {matrices.target.name for matrices, blocks in results.items() if not _has_one_a(blocks)}
         for matrices, blocks in results.items():
             self._add(matrices, blocks, side_by_side=matrices.target.name in apart)
@@ -251,7 +251,7 @@ class _Conversion:
         """Each matrix of the checkpoint that has rows of these: the number here, the rows there, and the first here."""
         at, experts = 0, self._sizes(matrices)["expert"]
         for part in matrices.tensor.parts:
-            rows = self.rows_of(Part(part.source, part.label), matrices.indices)
+            rows = self.rows_of(SourcePart(part.source, part.label), matrices.indices)
             for number in range(experts):
                 expert = number if matrices.expert is None else matrices.expert
                 yield (part.source, matrices.indices, expert), number, rows, at
@@ -299,12 +299,12 @@ class _Conversion:
                 for part in chain.from_iterable(tensor.parts for tensor in tensors)
                 if tensors[0].dims == 3 and part.source in lines and name in modules
             }
-            settings = Settings(1, {}, tuple(sorted(names)), format.since)
+            settings = LoraSettings(1, {}, tuple(sorted(names)), format.since)
             yield from (target for target in wrapped(base, config, settings) if target.is_stack)
 
-    def _add(self, matrices: Matrices, blocks: Sequence[Block], *, side_by_side: bool) -> None:
+    def _add(self, matrices: Matrices, blocks: Sequence[ExpertRows], *, side_by_side: bool) -> None:
         """Add A and B to the result, with the ranks of different A's side by side."""
-        begins, ends, placed = dict[tuple[int, Product, int], int](), defaultdict[int, int](int), list[Block]()
+        begins, ends, placed = dict[tuple[int, Product, int], int](), defaultdict[int, int](int), list[ExpertRows]()
         for block in blocks:
             key, rank = (block.expert, block.product, block.number), block.product.sizes["rank"]
             if key not in begins:
@@ -426,7 +426,7 @@ class _Conversion:
         return patterns
 
 
-def _has_one_a(blocks: Sequence[Block]) -> bool:
+def _has_one_a(blocks: Sequence[ExpertRows]) -> bool:
     """Whether all parts of each expert share one A."""
     pairs = {(block.expert, block.product, block.number) for block in blocks}
     factors = set[tuple[int, int, float, bytes]]()

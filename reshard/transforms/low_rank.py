@@ -20,7 +20,7 @@ from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.formats.notation.adapters import (
     Adapted,
     FactorLayout,
-    Settings,
+    LoraSettings,
     belongings,
     matrix_sides,
     of_pattern,
@@ -32,8 +32,8 @@ from reshard.formats.notation.axes import Shape
 from reshard.formats.notation.components import indices_of
 from reshard.formats.notation.expressions import Expression
 from reshard.formats.notation.format import Pattern
-from reshard.formats.notation.format_file import Factor
-from reshard.formats.notation.spellings import ModuleTensor, Part
+from reshard.formats.notation.format_file import ExpertFactor
+from reshard.formats.notation.spellings import ModuleTensor, SourcePart
 from reshard.model.model import BoundTensor, Model
 from reshard.transforms.tensors import Tensor
 
@@ -54,7 +54,7 @@ A_ENDS, B_ENDS = (
 )
 
 
-LINEAR = FactorLayout(Factor("A", "rank in"), Factor("B", "out rank"))
+LINEAR = FactorLayout(ExpertFactor("A", "rank in"), ExpertFactor("B", "out rank"))
 """A and B of one matrix; of an embedding, the input is the vocabulary."""
 
 T = TypeVar("T", bound=np.generic)
@@ -66,7 +66,7 @@ Others = list[tuple[BoundTensor, Adapted | None, str]]
 """Tensors of an adapter, each with its parameter and the end of its name, if it has one."""
 
 
-def pairs_of(adapter: Model, lora: Settings, base: Architecture) -> tuple[Pairs, Others]:
+def pairs_of(adapter: Model, lora: LoraSettings, base: Architecture) -> tuple[Pairs, Others]:
     """Each A with its B, and the other tensors of an adapter to a model. Raises MismatchError for one alone."""
     lines = {line: (target, end) for line, target, end, _ in belongings(base, adapter.config, lora)}
     rest = Others()
@@ -112,7 +112,7 @@ class Product(NamedTuple):
         return matrix
 
 
-def by_expert(matrix: NDArray[T], factor: Factor, sizes: Mapping[str, int]) -> NDArray[T]:
+def by_expert(matrix: NDArray[T], factor: ExpertFactor, sizes: Mapping[str, int]) -> NDArray[T]:
     """A or B with the dimensions expert, side, rank: a view of it."""
     axes = [axis for dim in factor.dims for axis in dim]
     apart = matrix.reshape([sizes[axis] for axis in axes])
@@ -152,7 +152,7 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
     names = {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
     pairs, rest = pairs_of(adapter, lora, rules)
 
-    def numbered(part: Part, stacked: str | None, indices: Mapping[str, int]) -> Iterator[BoundTensor]:
+    def numbered(part: SourcePart, stacked: str | None, indices: Mapping[str, int]) -> Iterator[BoundTensor]:
         """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
         for index in count() if stacked else (0,):
             numbers = {**indices, **({stacked: index} if stacked else {})}
@@ -250,14 +250,14 @@ def _does_not_fit(a: BoundTensor, b: BoundTensor, weight: BoundTensor) -> Mismat
     )  # fmt: skip
 
 
-def alpha_of(lora: Settings, key: str) -> float:
+def alpha_of(lora: LoraSettings, key: str) -> float:
     """Return the alpha for a name. Raises PlanError without one."""
     if lora.alpha is None:
         raise PlanError(f"{ADAPTER_CONFIG} has no lora_alpha")
     return of_pattern(lora.alphas, key, lora.alpha)
 
 
-def scale_of(lora: Settings, key: str, rank: int) -> float:
+def scale_of(lora: LoraSettings, key: str, rank: int) -> float:
     """Return the factor of the product for a name. Raises MismatchError if its rank is not the one in the settings."""
     stated = of_pattern(lora.ranks, key, lora.rank)
     if stated != rank:
@@ -265,12 +265,12 @@ def scale_of(lora: Settings, key: str, rank: int) -> float:
     return alpha_of(lora, key) / divisor_of(lora, rank)
 
 
-def divisor_of(lora: Settings, rank: int) -> float:
+def divisor_of(lora: LoraSettings, rank: int) -> float:
     """Return the number by which alpha is divided."""
     return math.sqrt(rank) if lora.stabilised else rank
 
 
-def rows_of(base: Architecture, model: Model, part: Part, indices: Mapping[str, int]) -> range:
+def rows_of(base: Architecture, model: Model, part: SourcePart, indices: Mapping[str, int]) -> range:
     """The indices along the output of a checkpoint's tensor that a part has. ``indices`` are those in its name.
 
     Raises PlanError if they are no range.

@@ -43,7 +43,7 @@ STRETCH = 1 << 20
 _WORKERS = 4
 
 
-class Places(NamedTuple):
+class ChangedPlaces(NamedTuple):
     """The changed elements of a tensor in a delta: the offsets of the places and of the values in its file.
 
     ``wide`` is the number of bytes of an index. ``starts`` has the number of changed elements before each stretch, and
@@ -56,7 +56,7 @@ class Places(NamedTuple):
     starts: tuple[int, ...]
 
 
-def _sparse(base: Content, delta: Content, places: Places, unit: int) -> Content:
+def _sparse(base: Content, delta: Content, places: ChangedPlaces, unit: int) -> Content:
     """A tensor of the base with other elements, of ``unit`` bytes, which the delta has at places."""
 
     def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
@@ -167,7 +167,7 @@ def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
     return store_of(source, name_of, delta.files, contents, {**delta.documents, **own}), delta.names
 
 
-def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> Places:
+def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> ChangedPlaces:
     """The places of a tensor's changes. Raises CheckpointError unless they are in order, and in the tensor."""
     places, values = infos
     unit = unit_of(info.dtype)
@@ -188,4 +188,4 @@ def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> Pla
         if indices[0] < 0 or last >= elements:
             raise refuse(f"has an element {max(last, -int(indices[0]))} of {elements}")
         counts[1:] += np.bincount(indices // STRETCH, minlength=counts.size - 1)
-    return Places(places.offset, values.offset, wide, tuple(np.cumsum(counts).tolist()))
+    return ChangedPlaces(places.offset, values.offset, wide, tuple(np.cumsum(counts).tolist()))

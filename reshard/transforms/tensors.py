@@ -61,7 +61,7 @@ arrays, where it would give each back, and the system would clear its pages agai
 _STEP = 1 << 20
 """Bytes of a tensor of a split source that are put together at a time."""
 
-Bytes = bytes | memoryview
+Buffer = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Content:
     bytes follow from, as JSON.
     """
 
-    read: Callable[[Arithmetic, int, int], Bytes]
+    read: Callable[[Arithmetic, int, int], Buffer]
     files: Sequence[Remote]
     plain: object
 
@@ -179,7 +179,7 @@ def computed(compute: Compute, inputs: Sequence[Content], what: object, unit: in
     ``unit`` are the bytes of an element: a range that begins or ends within one is cut out of whole ones.
     """
 
-    def read(arithmetic: Arithmetic, begin: int, end: int) -> Bytes:
+    def read(arithmetic: Arithmetic, begin: int, end: int) -> Buffer:
         first = begin // unit
         elements = compute(arithmetic, first, -(-end // unit))
         return elements.reshape(-1).view(np.uint8).data[begin - first * unit :][: end - begin]
@@ -195,7 +195,7 @@ Filling = Callable[[NDArray[np.uint8], SourceFile, int], None]
 def gathered(name: str, jobs: Sequence[Job], files: Mapping[FilePath, Remote]) -> Content:
     """A tensor of a source in another form: ``jobs`` bring its parts, as a merge would, and compare replicas."""
 
-    def read(arithmetic: Arithmetic, begin: int, end: int) -> Bytes:
+    def read(arithmetic: Arithmetic, begin: int, end: int) -> Buffer:
         def fill_from(data: NDArray[np.uint8], file: SourceFile, offset: int) -> None:
             arithmetic.fill(data, files[file.path], offset)
 
@@ -385,7 +385,7 @@ def changed(
     return store_of(source, title, files, contents, {**(source.side_files if sides is None else sides), **documents})
 
 
-class Piece(NamedTuple):
+class ComputedBytes(NamedTuple):
     """Bytes ``begin`` to ``end`` of a computed file."""
 
     begin: int
@@ -399,7 +399,7 @@ class ComputedFile(Remote):
 
     name: str
     header: bytes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ComputedBytes, ...]
     size: int
 
     @cached_property
@@ -442,7 +442,7 @@ class ComputedFile(Remote):
 
     def read(self, start: int, stop: int, arithmetic: Arithmetic = ARITHMETIC) -> memoryview:
         """Bytes of it, which are computed now."""
-        parts: list[Bytes] = [self.header[start:stop]] if start < len(self.header) else []
+        parts: list[Buffer] = [self.header[start:stop]] if start < len(self.header) else []
         for begin, end, content in self.pieces[bisect_right(self.pieces, start, key=lambda piece: piece.end) :]:
             if begin >= stop:
                 break
@@ -472,10 +472,10 @@ def store_of(
     Raises MismatchError if a file of the source was changed meanwhile.
     """
     np.empty(_KEPT, np.uint8)
-    computed_files = dict[str, range_store.Content]()
+    computed_files = dict[str, range_store.FileContent]()
     for file in files:
         infos = (info for info in file.tensors.values() if info.nbytes)
-        pieces = (Piece(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
+        pieces = (ComputedBytes(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
         computed_files[file.name] = ComputedFile(file.name, file.header, tuple(pieces), file.size)
     source.check_unchanged()
     store = range_store.RangeStore(

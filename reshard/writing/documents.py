@@ -9,7 +9,7 @@ from typing import NamedTuple
 from reshard.formats.documents import json_bytes
 from reshard.formats.errors import PlanError, brief
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG, METADATA
-from reshard.formats.notation.format import Settings
+from reshard.formats.notation.format import ProgramConfig
 from reshard.formats.notation.format_file import OWN
 from reshard.mesh.plan import rank_config
 from reshard.move.jobs import FilePlan
@@ -90,7 +90,7 @@ def _documents(new: Output) -> Iterator[tuple[str, bytes]]:
         yield from _index(new, new.files)
 
 
-def _check_own(new: Output, settings: Settings, content: bytes) -> None:
+def _check_own(new: Output, settings: ProgramConfig, content: bytes) -> None:
     """Raise PlanError if the source has a program's config file that describes another model."""
     stored = [(tensor.name, tensor.dtype, shape) for tensor, shape in new.arrangement.tensors_of(0)]
     planned, stated = (

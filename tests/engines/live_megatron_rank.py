@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from reshard.live import pull, push
 from reshard.live.parameters import slices_of_megatron
-from reshard.live.sides import Slice
+from reshard.live.sides import HeldSlice
 from tests.engines import megatron_run
 
 VERSIONS, FACTOR, BUCKET = (1, 2), -1.5, 1 << 16
@@ -66,7 +66,7 @@ def wrapped(chunk: Any) -> Any:
     return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(use_distributed_optimizer=True), chunk)
 
 
-def indexed(tensor: torch.Tensor, own: Slice) -> torch.Tensor:
+def indexed(tensor: torch.Tensor, own: HeldSlice) -> torch.Tensor:
     """The elements that a rank holds of a stored tensor; rows that it lacks are padding, of zeros."""
     for dim, runs in enumerate(own.runs):
         missing = own.shape[dim] - tensor.shape[dim]

@@ -12,7 +12,7 @@ import pytest
 
 from reshard.formats.errors import PlanError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.format import Cut, Format, Pattern
+from reshard.formats.notation.format import CutRule, Format, Pattern
 from reshard.formats.notation.format_file import format_of, read_format
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
@@ -129,14 +129,14 @@ def test_what_the_vocabulary_is_padded_to(
 @pytest.mark.parametrize(
     ("text", "cut"),
     [
-        ("false", Cut()),
-        ('"hidden"', Cut(axis="hidden")),
-        ("1", Cut(dim=1)),
-        ("0", Cut(dim=0)),
-        ("{ dim = 0, parts = 3 }", Cut(dim=0, parts=3)),
+        ("false", CutRule()),
+        ('"hidden"', CutRule(axis="hidden")),
+        ("1", CutRule(dim=1)),
+        ("0", CutRule(dim=0)),
+        ("{ dim = 0, parts = 3 }", CutRule(dim=0, parts=3)),
     ],
 )
-def test_where_a_line_is_cut(text: str, cut: Cut, tmp_path: Path) -> None:
+def test_where_a_line_is_cut(text: str, cut: CutRule, tmp_path: Path) -> None:
     (line,) = _format(tmp_path, f'[tensors]\n"a.*" = {{ from = "b.*", cut = {text} }}').rules.lines
     assert line.cut == cut
 

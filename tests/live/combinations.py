@@ -29,7 +29,7 @@ from reshard.formats.torch_internals import TORCH_DTYPES
 from reshard.live.meshes import Target, arranged, target_of, trainer_state
 from reshard.live.routing import Routes, plan_push
 from reshard.live.sides import LiveState, bound
-from reshard.live.views import Parcel, Tensors
+from reshard.live.views import Parcel, TensorViews
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -111,7 +111,7 @@ def untied(live: LiveState, arrangement: Arrangement) -> LiveState:
 
 
 def different(
-    routes: Routes, given: Sequence[Tensors], wanted: Sequence[Tensors], arrangement: Arrangement
+    routes: Routes, given: Sequence[TensorViews], wanted: Sequence[TensorViews], arrangement: Arrangement
 ) -> list[str]:
     """What a push by these routes brings otherwise than wanted."""
     found = [_rooms(routes, rank, wanted[rank]) for rank in range(routes.target.ranks)]
@@ -157,14 +157,14 @@ def _expected(source: Source, arrangement: Arrangement, rank: int) -> dict[str, 
     return {name: [tensor] for name, tensor in tensors.items()}
 
 
-def _rooms(routes: Routes, rank: int, wanted: Tensors) -> dict[str, list[torch.Tensor]]:
+def _rooms(routes: Routes, rank: int, wanted: TensorViews) -> dict[str, list[torch.Tensor]]:
     if routes.target.live is not None:
         return {name: [torch.zeros_like(each) for each in of] for name, of in wanted.items()}
     held = [(each, shape) for each, shape in routes.target.arrangement.tensors_of(rank) if each.constant is None]
     return {each.name_on(rank): [torch.zeros(shape, dtype=TORCH_DTYPES[each.dtype])] for each, shape in held}
 
 
-def _execute(routes: Routes, given: Sequence[Tensors], found: Sequence[Tensors]) -> None:
+def _execute(routes: Routes, given: Sequence[TensorViews], found: Sequence[TensorViews]) -> None:
     """Do what the processes do, bucket by bucket."""
     target, first = routes.target, routes.source.ranks
     plans = [list(routes.parts(rank)) for rank in range(first + target.ranks)]

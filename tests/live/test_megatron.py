@@ -12,7 +12,7 @@ from torch import nn
 from reshard.formats.errors import PlanError
 from reshard.formats.notation.axes import Run
 from reshard.live.parameters import slices_of_megatron
-from reshard.live.sides import Slice
+from reshard.live.sides import HeldSlice
 
 
 @dataclass
@@ -79,7 +79,7 @@ def in_order(*order: int) -> Callable[[str, torch.Tensor], object]:
 def test_layers_are_a_dimension() -> None:
     model = Model((2, 3), lambda weight: Part("layers.w", weight, (5, 4, 3), (4, 2, 0), 1))
     ((own, tensor),) = slices_of_megatron(model)
-    assert own == Slice("layers.w", "F32", (5, 4, 3), ((Run(4, 1),), (Run(2, 2),), (Run(0, 3),)))
+    assert own == HeldSlice("layers.w", "F32", (5, 4, 3), ((Run(4, 1),), (Run(2, 2),), (Run(0, 3),)))
     assert tensor.shape == own.local == (1, 2, 3)
     tensor.fill_(7)
     assert model.weight.eq(7).all()

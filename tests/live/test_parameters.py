@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from reshard.formats.errors import LiveError, PlanError
 from reshard.formats.notation.axes import Run
 from reshard.live.parameters import check_unchanged, slices_of
-from reshard.live.sides import Slice
+from reshard.live.sides import HeldSlice
 from tests import zoo
 from tests.live.processes import run
 from tests.marks import of_ranks, one_of_each, thorough
@@ -59,7 +59,7 @@ def no_communication() -> Iterator[None]:
     assert counted.get_total_counts() == 0
 
 
-def examine(model: nn.Module, fulls: Fulls) -> list[Slice]:
+def examine(model: nn.Module, fulls: Fulls) -> list[HeldSlice]:
     """What is held, after a look at every element and at where it lies."""
     with no_communication():
         found = slices_of(model)
@@ -124,11 +124,11 @@ def made(way: Way) -> tuple[nn.Module, Fulls]:
     return model, fulls
 
 
-def of_way(rank: int, world: int, way: Way) -> list[Slice]:
+def of_way(rank: int, world: int, way: Way) -> list[HeldSlice]:
     return examine(*made(way))
 
 
-def covers(ranks: list[list[Slice]]) -> None:
+def covers(ranks: list[list[HeldSlice]]) -> None:
     """All that the ranks hold together is each tensor."""
     elements: dict[str, set[tuple[int, ...]]] = {}
     shapes = {own.name: own.shape for own in ranks[0]}
@@ -154,7 +154,7 @@ STRIDED: Mapping[str, Any] = {
 }
 
 
-def of_strided(rank: int, world: int, shape: tuple[int, ...], placements: list[Any]) -> list[Slice]:
+def of_strided(rank: int, world: int, shape: tuple[int, ...], placements: list[Any]) -> list[HeldSlice]:
     mesh = init_device_mesh("cpu", (2, 2))
     model = nn.Module()
     full = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -169,7 +169,9 @@ def test_parts_with_holes(name: str) -> None:
     covers(run(of_strided, 4, *STRIDED[name]))
 
 
-def of_transformers(rank: int, world: int, folder: str, options: Mapping[str, Any]) -> tuple[list[Slice], list[str]]:
+def of_transformers(
+    rank: int, world: int, folder: str, options: Mapping[str, Any]
+) -> tuple[list[HeldSlice], list[str]]:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -275,7 +277,7 @@ def test_what_has_no_bytes_is_refused() -> None:
 
 
 def test_a_model_that_is_sharded_otherwise_than_planned() -> None:
-    part = Slice("w", "F32", (4, 2), ((Run(0, 1), Run(2, 1)), (Run(0, 2),)))
+    part = HeldSlice("w", "F32", (4, 2), ((Run(0, 1), Run(2, 1)), (Run(0, 2),)))
     check_unchanged([part], [part])
     for other, said in (
         (part._replace(runs=((Run(0, 2),), (Run(0, 2),))), r"w \(F32 \[0:2, 0:2\] of \[4, 2\]\)"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reshard.formats.errors import PlanError
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.placements import Cut, Placements, Runs, cut, runs_of
+from reshard.formats.notation.placements import Placements, Runs, ShardedDim, cut, runs_of
 from tests.marks import thorough
 
 
@@ -62,7 +62,7 @@ def test_pieces_are_those_of_chunk(size: int, pieces: int) -> None:
 def test_plain_cuts_in_the_order_of_the_mesh(
     data: st.DataObject, shape: tuple[int, int], sizes: tuple[int, ...]
 ) -> None:
-    kinds = st.sampled_from([None, Cut(0), Cut(1)])
+    kinds = st.sampled_from([None, ShardedDim(0), ShardedDim(1)])
     placements = data.draw(st.lists(kinds, min_size=len(sizes), max_size=len(sizes)))
     held: list[tuple[int, int]] = []
     for coordinate in ranks(sizes):
@@ -79,7 +79,7 @@ def test_plain_cuts_in_the_order_of_the_mesh(
 
 @given(st.integers(0, 60), st.integers(2, 5), st.integers(2, 5), st.integers(1, 3))
 def test_fully_sharded_over_what_is_sharded(size: int, data: int, tensor: int, replicas: int) -> None:
-    sizes, placements = (data, replicas, tensor), [Cut(0, tensor), None, Cut(0)]
+    sizes, placements = (data, replicas, tensor), [ShardedDim(0, tensor), None, ShardedDim(0)]
     for coordinate in ranks(sizes):
         expected = fully_sharded(size, (data, tensor), (coordinate[0], coordinate[2]))
         (runs,) = runs_of([size], sizes, coordinate, placements, [len(expected)])
@@ -90,15 +90,15 @@ def test_fully_sharded_over_what_is_sharded(size: int, data: int, tensor: int, r
 def test_parts_that_are_cut_one_by_one(size: int, pieces: int, parts: int) -> None:
     """As transformers cuts gate and up, which are two parts of one dimension."""
     for rank in range(pieces):
-        expected = distributed(size, (pieces,), (rank,), [Cut(1, parts)])
-        runs = runs_of([3, size], [pieces], [rank], [Cut(1, parts)], [3, len(expected)])
+        expected = distributed(size, (pieces,), (rank,), [ShardedDim(1, parts)])
+        runs = runs_of([3, size], [pieces], [rank], [ShardedDim(1, parts)], [3, len(expected)])
         assert [indices(dim) for dim in runs] == [[0, 1, 2], expected]
         assert all(before.end < after.offset for before, after in itertools.pairwise(runs[1]))  # joined
 
 
 def study(size: int, sizes: tuple[int, int]) -> str:
     """How the runs of a tensor fare that ``distribute_tensor`` made with the placements of ``fully_shard``."""
-    placements = [Cut(0, sizes[1]), Cut(0)]
+    placements = [ShardedDim(0, sizes[1]), ShardedDim(0)]
     truth = [distributed(size, sizes, coordinate, placements) for coordinate in ranks(sizes)]
     if truth == [fully_sharded(size, sizes, coordinate) for coordinate in ranks(sizes)]:
         return "same"
@@ -125,7 +125,7 @@ def test_a_wrong_reading_never_covers_a_larger_tensor() -> None:
 
 def test_two_readings_that_no_rank_can_tell_apart_are_refused() -> None:
     with pytest.raises(PlanError, match=r"two readings of .*_StridedShard"):
-        runs_of([13], [2, 2, 4], [0, 1, 0], [Cut(0, 8), Cut(0), Cut(0)], [1])
+        runs_of([13], [2, 2, 4], [0, 1, 0], [ShardedDim(0, 8), ShardedDim(0), ShardedDim(0)], [1])
 
 
 def test_three_cuts_are_read_or_refused() -> None:
@@ -133,7 +133,9 @@ def test_three_cuts_are_read_or_refused() -> None:
     for size, coordinate in itertools.product(range(1, 30), ranks((2, 3, 2))):
         expected = fully_sharded(size, (2, 3, 2), coordinate)
         try:
-            (runs,) = runs_of([size], (2, 3, 2), coordinate, [Cut(0, 6), Cut(0, 2), Cut(0)], [len(expected)])
+            (runs,) = runs_of(
+                [size], (2, 3, 2), coordinate, [ShardedDim(0, 6), ShardedDim(0, 2), ShardedDim(0)], [len(expected)]
+            )
         except PlanError:
             found.append("refused")
         else:
@@ -144,10 +146,10 @@ def test_three_cuts_are_read_or_refused() -> None:
 
 def test_a_part_of_another_shape_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no reading of \[Replicate\(\), Shard\(1\)\] on a mesh 2x2 .* part \[4, 4\]"):
-        runs_of([4, 6], [2, 2], [0, 1], [None, Cut(1)], [4, 4])
+        runs_of([4, 6], [2, 2], [0, 1], [None, ShardedDim(1)], [4, 4])
 
 
 def test_a_scalar_and_a_tensor_of_nothing() -> None:
     assert runs_of([], [2], [1], [None], []) == ()
-    assert runs_of([0, 2], [2], [1], [Cut(0)], [0, 2]) == ((), (Run(0, 2),))
-    assert runs_of([1, 2], [2], [1], [Cut(0)], [0, 2]) == ((), (Run(0, 2),))
+    assert runs_of([0, 2], [2], [1], [ShardedDim(0)], [0, 2]) == ((), (Run(0, 2),))
+    assert runs_of([1, 2], [2], [1], [ShardedDim(0)], [0, 2]) == ((), (Run(0, 2),))

@@ -14,7 +14,7 @@ import pytest
 from reshard.api import split
 from reshard.formats.files.layout import Crc
 from reshard.move import jobs as crcs
-from reshard.move.jobs import SMALLEST, Run, Sizes, add_run, parts_within, value_of
+from reshard.move.jobs import SMALLEST, CrcRun, Sizes, add_run, parts_within, value_of
 from tests.marks import thorough
 from tests.support import LLAMA, write_checkpoint
 
@@ -25,7 +25,7 @@ def test_pieces_in_any_order() -> None:
     pieces = list(itertools.pairwise(ends))
     for _ in range(20):
         chance.shuffle(pieces)
-        runs: list[Run] = []
+        runs: list[CrcRun] = []
         for begin, end in pieces:
             add_run(runs, 7 + begin, memoryview(content)[begin:end], is_whole=True)
         assert value_of(Crc(7, 7 + len(content), ()), sorted(runs)) == zlib.crc32(content)
@@ -35,12 +35,12 @@ def test_pieces_in_any_order() -> None:
 
 
 def test_small_pieces_are_left_to_be_read_again() -> None:
-    runs: list[Run] = []
+    runs: list[CrcRun] = []
     add_run(runs, 0, memoryview(bytes(SMALLEST - 1)), is_whole=False)
     assert not runs
     add_run(runs, 0, memoryview(bytes(SMALLEST)), is_whole=False)
     add_run(runs, SMALLEST, memoryview(b"x"), is_whole=False)
-    assert runs == [Run(0, SMALLEST + 1, zlib.crc32(bytes(SMALLEST) + b"x"))]
+    assert runs == [CrcRun(0, SMALLEST + 1, zlib.crc32(bytes(SMALLEST) + b"x"))]
 
 
 def test_the_parts_of_a_piece() -> None:

@@ -23,8 +23,19 @@ from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.mesh.totals import all_reduces
 from reshard.model.skeleton import skeleton
-from reshard.profile.cost import Link, Memory, NotRun, Row, Time, communication, fit, fit_link, joined, recommend
-from reshard.profile.job import Job, LayerKind, Measured, ProfileRequest, RankResult, Span, Workload, layer_kinds
+from reshard.profile.cost import (
+    DegreeRow,
+    LinkRate,
+    Memory,
+    NotRun,
+    Time,
+    communication,
+    fit,
+    fit_link,
+    joined,
+    recommend,
+)
+from reshard.profile.job import LayerKind, Measured, ProfileJob, ProfileRequest, RankResult, Span, Workload, layer_kinds
 from reshard.profile.page import page
 from reshard.profile.processes import RESERVE
 from reshard.profile.run import node_of
@@ -202,12 +213,12 @@ def test_the_slowest_computes_and_the_last_to_come_sends() -> None:
 
 def test_the_plan_states_the_collectives(folder: Path) -> None:
     """Of a step of 2 sequences: what a prediction sends, by hand. The logits of inference are gathered, 19 of 37."""
-    plan, link = make_plan(skeleton(folder), mesh_of(2)), Link(2, 1.0, 4.0)
+    plan, link = make_plan(skeleton(folder), mesh_of(2)), LinkRate(2, 1.0, 4.0)
     assert layer_kinds(plan.model) == (LayerKind(0, 3),)
     sent = (3 * 2 + 1) * 24 * 2  # bytes of a token
     assert communication(plan, Workload("decode", 2, 16), link) == 7 + 2 * sent / 4 + 0.5 + 2 * 19 * 2 / 4
     assert communication(plan, Workload("train", 2, 16), link) == 14 + 2 * 32 * sent / 4
-    assert communication(make_plan(plan.model, mesh_of(4)), Workload("train", 2, 16), Link(4, 0.0, 4.0)) == (
+    assert communication(make_plan(plan.model, mesh_of(4)), Workload("train", 2, 16), LinkRate(4, 0.0, 4.0)) == (
         2 * 32 * sent * 1.5 / 4
     )
 
@@ -228,15 +239,15 @@ def test_a_link_is_found_again() -> None:
     found = fit_link(4, [(n, 2e-5 + 1.5 * n / 1e10) for n in sizes])
     assert (found.latency, found.bandwidth) == pytest.approx((2e-5, 1e10), rel=1e-3)
     assert [nbytes for nbytes, _ in found.measured] == sizes
-    link = Link(4, 2e-5, 1e10)
-    assert link.over(8) == Link(8, pytest.approx(2e-5 * 7 / 3), 1e10) and link.over(8, 4.5e11).bandwidth == 4.5e11
+    link = LinkRate(4, 2e-5, 1e10)
+    assert link.over(8) == LinkRate(8, pytest.approx(2e-5 * 7 / 3), 1e10) and link.over(8, 4.5e11).bandwidth == 4.5e11
 
 
-def rows(rates: dict[int, float], needs: dict[int, int], share: float = 0.46) -> list[Row]:
+def rows(rates: dict[int, float], needs: dict[int, int], share: float = 0.46) -> list[DegreeRow]:
     """Degrees with tokens per second and bytes, of 80 GB a rank."""
     part = {tp: Time((1 - share) / rate, share / rate) for tp, rate in rates.items()}
     work = Workload("decode", 1, 1)
-    return [Row(tp, work, part[tp], None, Memory(needs[tp], 0, 0, 0), 80_000_000_000, 0) for tp in rates]
+    return [DegreeRow(tp, work, part[tp], None, Memory(needs[tp], 0, 0, 0), 80_000_000_000, 0) for tp in rates]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +436,9 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, least: int, message: str, af
     """
     asked: list[list[str]] = []
 
-    def run(_: object, degree: int, job: Job, *, progress: Callable[[str], None], **__: object) -> list[RankResult]:
+    def run(
+        _: object, degree: int, job: ProfileJob, *, progress: Callable[[str], None], **__: object
+    ) -> list[RankResult]:
         asked.append([str(workload) for workload in job.workloads])
         for workload in job.workloads:
             progress(f"tp {degree}: {workload}")

@@ -20,20 +20,20 @@ from reshard.formats.mesh import mesh_of
 from reshard.mesh.plan import make_plan
 from reshard.model.skeleton import skeleton
 from reshard.profile.cost import memory_of
-from reshard.profile.job import Job, Span, Workload, layer_kinds, with_layers
-from reshard.profile.rank import Account, Meter, is_enough, run_job
+from reshard.profile.job import ProfileJob, Span, Workload, layer_kinds, with_layers
+from reshard.profile.rank import MemoryAccount, Meter, is_enough, run_job
 from tests import zoo
 from tests.support import LLAMA
 
 
-def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> Job:
+def job_of(folder: Path, config: dict[str, Any], *workloads: Workload) -> ProfileJob:
     (folder / "config.json").write_text(json.dumps(config))
     plan = make_plan(skeleton(folder), mesh_of(1))
     kinds = layer_kinds(plan.model)
-    return Job(with_layers(plan, kinds), kinds, workloads, 1, 0.001)
+    return ProfileJob(with_layers(plan, kinds), kinds, workloads, 1, 0.001)
 
 
-def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32", **more: Any) -> Job:
+def job_of_zoo(name: str, folder: Path, *workloads: Workload, dtype: str = "float32", **more: Any) -> ProfileJob:
     with torch.device("meta"):
         model = zoo.ZOO[name].build(None, {}, None)
     config = json.loads(model.config.to_json_string())
@@ -211,7 +211,7 @@ def test_how_often_a_run_is_timed(seconds: list[float], expected: int) -> None:
 
 
 def test_living_tensors_are_counted_at_their_most() -> None:
-    with Account() as living:
+    with MemoryAccount() as living:
         a = torch.zeros(100)  # 400 bytes
         b = a + 1  # 800
         view = b[:10]  # no more
@@ -225,7 +225,7 @@ def test_living_tensors_are_counted_at_their_most() -> None:
 
 def test_what_is_left_out_never_counted() -> None:
     """Also not before it was known that it is to be left out; twice is as once, and its end is no news."""
-    with Account() as living:
+    with MemoryAccount() as living:
         a = torch.zeros(100)
         b = torch.zeros(50)
         living.leave_out(a)
@@ -245,7 +245,7 @@ def test_the_peak_of_a_training_step_by_hand(tokens: int) -> None:
     x = torch.ones(tokens, 8)
 
     def peak() -> int:
-        with Account() as living:
+        with MemoryAccount() as living:
             hooks = [
                 weight.register_post_accumulate_grad_hook(lambda weight: living.leave_out(weight.grad))
                 for weight in model.parameters()

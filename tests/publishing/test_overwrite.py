@@ -14,7 +14,7 @@ from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.manifest import MANIFEST
 from reshard.formats.notation.format_file import all_formats
-from reshard.publishing.existing import Existing, Read
+from reshard.publishing.existing import Existing, ReadFile
 from reshard.store.staging_names import UNFINISHED
 from tests import store
 from tests.marks import one_of_each
@@ -170,7 +170,7 @@ def test_every_file_of_every_format_may_be_overwritten(form: str | None, tmp_pat
             split(origin, out, format=form, overwrite=True)
 
 
-def unknown(names: list[str], read: Read) -> list[str]:
+def unknown(names: list[str], read: ReadFile) -> list[str]:
     return Existing("out", frozenset(names), read).unknown()
 
 

@@ -21,7 +21,7 @@ from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.formats.files.safetensors import read_header
 from reshard.publishing import staging as output
-from reshard.publishing.records import WHOLE, FileShare, Run
+from reshard.publishing.records import WHOLE, FileShare, ShareRun
 from reshard.publishing.staging import Staging
 from reshard.source.source import Source
 from reshard.store.staging_names import BUILT, STATE, staging_of
@@ -387,9 +387,9 @@ def test_shares_go_together_if_they_have_no_file_in_common(one: set[int], other:
     sizes = {f"rank-{rank}": 1 for rank in range(41)}
     mine, theirs = (FileShare("rank-0", frozenset(f"rank-{rank}" for rank in of), sizes) for of in (one, other))
     begin = {"folders": False, "files": sorted(theirs.files)}
-    assert mine.goes_with(Run("rank-1", begin, False, True)) == (not one & other)
-    assert not mine.goes_with(Run("rank-1", begin | {"folders": True}, False, True))
-    assert not mine.goes_with(Run(WHOLE, begin, False, True))
+    assert mine.goes_with(ShareRun("rank-1", begin, False, True)) == (not one & other)
+    assert not mine.goes_with(ShareRun("rank-1", begin | {"folders": True}, False, True))
+    assert not mine.goes_with(ShareRun(WHOLE, begin, False, True))
 
 
 @pytest.mark.parametrize("arguments", [{"ranks": [0]}, {"part": Share(0, 2)}])

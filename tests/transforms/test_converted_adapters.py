@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from reshard.api import merge, split
 from reshard.formats.errors import ReshardError, SettingError
-from reshard.formats.notation.format_file import Factor, adapter_format, adapter_format_names
+from reshard.formats.notation.format_file import ExpertFactor, adapter_format, adapter_format_names
 from reshard.transforms.low_rank import by_expert
 from tests import peft_adapters, store, zoo
 from tests.marks import one_of_each
@@ -188,7 +188,7 @@ def test_the_axes_of_a_factor_say_where_each_element_is(
         axes = " ".join([*order[:first], f"({order[first]} {order[first + 1]})", *order[first + 2 :]])
         shape[first : first + 2] = [shape[first] * shape[first + 1]]
     stored = np.arange(np.prod(shape)).reshape(shape)
-    found = by_expert(stored, Factor("A", axes), sizes)
+    found = by_expert(stored, ExpertFactor("A", axes), sizes)
     for at in np.ndindex(*lengths):
         index = dict(zip(("expert", "rank", "in"), at, strict=True))
         flat = np.ravel_multi_index([index[axis] for axis in order], [sizes[axis] for axis in order])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError
 from reshard.verify.api import verify
-from reshard.verify.loader.program import Rank, Request
+from reshard.verify.loader.program import ProgramRank, Request
 from reshard.verify.loader.watch import SMALL, Creation, NotFollowedError
 from reshard.verify.loader.witness import answer, judge
 from tests import store
@@ -62,7 +62,9 @@ def found(files: dict[str, Tensor], small: int, then: Load = lambda model: None,
         first(model)
         then(model)
 
-    return judge(Rank("rank 0", lambda: model.state_dict(keep_vars=True), files, run, reserved), small).differences
+    return judge(
+        ProgramRank("rank 0", lambda: model.state_dict(keep_vars=True), files, run, reserved), small
+    ).differences
 
 
 @BOTH
@@ -171,7 +173,7 @@ def test_what_is_not_known_is_refused() -> None:
         reserved = Creation()
         with reserved:
             model = kind()
-        rank = Rank("rank 0", lambda model=model: model.state_dict(), FILES, lambda: None, reserved)
+        rank = ProgramRank("rank 0", lambda model=model: model.state_dict(), FILES, lambda: None, reserved)
         with pytest.raises(NotFollowedError, match=said):
             judge(rank, 0)
 

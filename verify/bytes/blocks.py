@@ -113,7 +113,7 @@ class Block(NamedTuple):
         return self._replace(padded=self.padded._replace(first=self.padded.first + padded), original=own)
 
 
-class Part(NamedTuple):
+class HolderPart(NamedTuple):
     """A holder's part of a tensor: its blocks, and the expected bits of elements that the original does not have.
 
     ``use`` is the number of the stored tensor among those that have elements of this one, ``holder`` that of the rank
@@ -248,7 +248,7 @@ class View:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], padded: tuple[int, ...], bits: int, parts: Iterable[Part]
+        self, shape: tuple[int, ...], padded: tuple[int, ...], bits: int, parts: Iterable[HolderPart]
     ) -> None:  # fmt: skip
         self.shape, self.padded, self.parts = shape, padded, tuple(parts)
         self._rows, self._size = row_major(padded, 1), math.prod(padded)

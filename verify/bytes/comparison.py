@@ -26,12 +26,22 @@ from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import Atom, Location, Stored
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
-from reshard.verify.bytes.blocks import Array, Block, Part, View, blocks_of, check_all_owned, line_of, tiles, whole
+from reshard.verify.bytes.blocks import (
+    Array,
+    Block,
+    HolderPart,
+    View,
+    blocks_of,
+    check_all_owned,
+    line_of,
+    tiles,
+    whole,
+)
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from reshard.verify.bytes.reading import Files, cast, differing, expected, pattern, stating, widened
 from reshard.verify.bytes.structure import ranks_of
 
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 """Called from any thread with the compared bytes of the shards so far, and the total."""
 
 
@@ -51,7 +61,7 @@ class _Copy(NamedTuple):
     original does not have, and ``because`` says why they are expected.
     """
 
-    part: Part
+    part: HolderPart
     info: TensorInfo
     dtype: str
     rank: int
@@ -79,7 +89,7 @@ class Comparison:
 
     def __init__(
         self, original: Source, shards: Source, arrangement: Arrangement, holders_of: Mapping[str, Sequence[int]],
-        progress: Progress, files: Files,
+        progress: ByteProgress, files: Files,
     ) -> None:  # fmt: skip
         self._original, self._shards, self._arrangement, self._holders = original, shards, arrangement, holders_of
         self._progress, self._files, self._lock = progress, files, threading.Lock()
@@ -198,7 +208,7 @@ class Comparison:
             if self._first is None or place < self._first[0]:
                 self._first = place, difference
 
-    def _copy(self, tensor: str, dtype: str, use: Use, part: Part) -> _Copy | None:
+    def _copy(self, tensor: str, dtype: str, use: Use, part: HolderPart) -> _Copy | None:
         """Return the copy of a tensor that the holder of a part has; None if it is not to be compared."""
         rank, value, because = 0, 0.0, "padding"
         if isinstance(use, TensorInfo):
@@ -251,7 +261,7 @@ class Comparison:
             for holder in self._holders.get(stored.name, ()):
                 name = stored.name_on(holder)
                 shape, bits = (math.prod(self._shards.ranks[holder][name].shape),), DTYPE_BITS[stored.dtype]
-                part = Part(0, holder, (whole(shape),), bits)
+                part = HolderPart(0, holder, (whole(shape),), bits)
                 copies = [self._copy(name, stored.dtype, Location(stored, 0), part)]
                 yield _Tensor(len(ordered), name, View(shape, shape, bits, [part]), None, copies)
 
@@ -318,7 +328,7 @@ class _Joined:
 def _parts(
     arrangement: Arrangement, kind: Kind, uses: Sequence[Use],
     tensors: Sequence[tuple[Mapping[str, int], tuple[int, ...]]],
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[HolderPart]:  # fmt: skip
     """The parts that all holders have of tensors of a kind; of the original and of the padded one, ``tensors`` has
     the sizes of axes and the shape.
 
@@ -328,7 +338,7 @@ def _parts(
     blocks_at = cache(lambda *key: tuple(blocks_of(*key)))  # the same for all experts of a layer
     for number, use in enumerate(uses):
         if isinstance(use, TensorInfo):
-            yield Part(number, 0, (whole(kind.shape),), DTYPE_BITS[use.dtype])
+            yield HolderPart(number, 0, (whole(kind.shape),), DTYPE_BITS[use.dtype])
             continue
         stored, slot = use
         geometry, atom, portion = stored.geometry, stored.atoms[slot], use.portion
@@ -346,6 +356,6 @@ def _parts(
                 stated = stored.stated.on(holder) if stored.stated is not None else says
                 stated = stated if stated != says else None
                 is_zero = holder in zeros
-                yield Part(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)
+                yield HolderPart(number, holder, blocks, DTYPE_BITS[stored.dtype], portion.function, is_zero, stated)
     if counts and sum(counts.values()) != math.prod(kind.shape):
         raise PlanError(f"the format has {sum(counts.values())} elements of '{kind.name}' {list(kind.shape)}")

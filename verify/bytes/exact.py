@@ -20,14 +20,14 @@ from reshard.source.opening import open_source
 from reshard.source.recognition import recognise
 from reshard.source.source import Source
 from reshard.verify.bytes import folder
-from reshard.verify.bytes.comparison import Comparison, Progress, no_progress
+from reshard.verify.bytes.comparison import ByteProgress, Comparison, no_progress
 from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.reading import Files
 from reshard.verify.bytes.structure import Structure
 
 
 def verify_exact(
-    original: Source, path: FilePath, *, plan_file: Path | None = None, progress: Progress = no_progress
+    original: Source, path: FilePath, *, plan_file: Path | None = None, progress: ByteProgress = no_progress
 ) -> ExactReport:
     """Compare a folder of shards with their original; the report is ``different`` for inconsistent shards too.
 
@@ -53,7 +53,7 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
 
 
 def compare(
-    original: Source, shards: Source, progress: Progress = no_progress, *, workers: int | None = None
+    original: Source, shards: Source, progress: ByteProgress = no_progress, *, workers: int | None = None
 ) -> ExactReport:
     """Compare every byte of every shard with the byte of the original that it should be.
 
@@ -80,7 +80,9 @@ def structure_of(original: Source, shards: Source) -> Structure | ExactReport:
     return structure
 
 
-def compare_bytes(structure: Structure, progress: Progress = no_progress, workers: int | None = None) -> ExactReport:
+def compare_bytes(
+    structure: Structure, progress: ByteProgress = no_progress, workers: int | None = None
+) -> ExactReport:
     """Compare the bytes too. Raises CheckpointError if a file cannot be read."""
     original, shards = structure.original, structure.shards
     try:

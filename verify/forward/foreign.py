@@ -24,7 +24,7 @@ from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
 from reshard.mesh.plan import Plan, make_plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
-from reshard.placement.pieces import Box, Position, boxes
+from reshard.placement.pieces import PieceBox, Position, boxes
 from reshard.placement.stored import Location
 from reshard.source.source import UNSPLIT, Source
 from reshard.verify.bytes.blocks import Line
@@ -73,13 +73,13 @@ def write_whole(source: Source, folder: Path) -> Path:
     return folder
 
 
-def _elements(data: NDArray[Any], place: Location, at: Position, box: Box) -> NDArray[Any]:
+def _elements(data: NDArray[Any], place: Location, at: Position, box: PieceBox) -> NDArray[Any]:
     """The elements of a box in a holder's tensor."""
     first = place.stored.geometry.first(at.holder, place.number) + at.base
     return Line(first, at.strides).array(data, 0, box.shape, 8 * data.itemsize)
 
 
-def _values(source: Source, files: Files, place: Location, box: Box, rank: int, dtype: str) -> NDArray[Any]:
+def _values(source: Source, files: Files, place: Location, box: PieceBox, rank: int, dtype: str) -> NDArray[Any]:
     """The elements of a box in the dtype of Hugging Face's tensor: those that the rank itself has, if it has them.
 
     Of equal parts that the ranks add up, all but one of which are zeros, the sum.

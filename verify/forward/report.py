@@ -24,7 +24,7 @@ POOR = 0.25
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One place in the model, or the gradient of one weight: error beside noise, the worst of all ranks.
 
     ``effect`` is the ratio that the base model would have there without the adapter that it is run with.
@@ -82,8 +82,8 @@ class ForwardReport(Run):
     power: Power | None
     effect: Effect | None
     factor: float
-    layers: tuple[Row, ...]
-    gradients: tuple[Row, ...]
+    layers: tuple[LayerRow, ...]
+    gradients: tuple[LayerRow, ...]
     mesh: Mapping[str, Any]
     ranks: int
     dtype: str
@@ -154,7 +154,7 @@ def _reason(job: Job, device: str, result: Result) -> str | None:
     return "; ".join(why) or None
 
 
-def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[Row, ...]:
+def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[int]) -> tuple[LayerRow, ...]:
     """The worst of these ranks at each place: what should be the same on several is looked at on all of them."""
     by_place: dict[str, list[tuple[int, Distance]]] = {}
     for rank, rows in zip(ranks, distances, strict=True):
@@ -162,7 +162,7 @@ def _worst(distances: Sequence[Sequence[tuple[str, Distance]]], ranks: Sequence[
             by_place.setdefault(name, []).append((rank, distance))
     worst = {name: max(pairs, key=lambda pair: pair[1].ratio) for name, pairs in by_place.items()}
     return tuple(
-        Row(name, at.error, at.noise, at.ratio, at.worst, rank, at.is_same) for name, (rank, at) in worst.items()
+        LayerRow(name, at.error, at.noise, at.ratio, at.worst, rank, at.is_same) for name, (rank, at) in worst.items()
     )
 
 
@@ -174,7 +174,7 @@ def _effect(result: Result) -> Effect | None:
     return Effect(result.effects[place], place, result.effects[place] > LIMIT)
 
 
-def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]]) -> Power:
+def _power(job: Job, layers: Sequence[LayerRow], biases: Sequence[tuple[str, float]]) -> Power:
     noisiest = max(layers, key=lambda row: row.noise)
     least = min(biases, key=lambda bias: bias[1], default=None)
     seen_from = LIMIT * max(noisiest.noise, FLOOR * torch.finfo(job.dtype).eps)
@@ -190,7 +190,11 @@ def _power(job: Job, layers: Sequence[Row], biases: Sequence[tuple[str, float]])
 
 
 def _verdict(
-    layers: Sequence[Row], gradients: Sequence[Row], first: Row | None, failure: Failure | None, effect: Effect | None
+    layers: Sequence[LayerRow],
+    gradients: Sequence[LayerRow],
+    first: LayerRow | None,
+    failure: Failure | None,
+    effect: Effect | None,
 ) -> str:
     if first is None and failure is None:
         largest = max((row.ratio for row in (*layers, *gradients)), default=0.0)

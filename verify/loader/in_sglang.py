@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reshard.verify.loader.program import Rank, Request
+from reshard.verify.loader.program import ProgramRank, Request
 from reshard.verify.loader.watch import Creation
 
 _SETTINGS = {
@@ -75,7 +75,7 @@ def prepare(request: Request) -> str:
     return f"SGLang {sglang.__version__}"
 
 
-def ranks(request: Request) -> Iterator[Rank]:
+def ranks(request: Request) -> Iterator[ProgramRank]:
     """Each rank, in the order of its files."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -96,7 +96,7 @@ def ranks(request: Request) -> Iterator[Rank]:
             torch.set_default_dtype(before)
         read = partial(loaders.DefaultModelLoader(load_config)._get_all_weights, config, model)
         load = partial(_load, model, read)
-        yield Rank(f"rank {rank}", partial(_held, model), _files(Path(request.shards), rank), load, reserved)
+        yield ProgramRank(f"rank {rank}", partial(_held, model), _files(Path(request.shards), rank), load, reserved)
         del model, load, read
         gc.collect()
 

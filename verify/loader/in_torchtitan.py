@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from reshard.verify.loader.chunks import read
-from reshard.verify.loader.program import Rank, Request
+from reshard.verify.loader.program import ProgramRank, Request
 
 _FAMILIES = {
     "llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3",
@@ -35,7 +35,7 @@ def prepare(request: Request) -> str:
     return f"torchtitan {version('torchtitan')}"
 
 
-def ranks(request: Request) -> Iterator[Rank]:
+def ranks(request: Request) -> Iterator[ProgramRank]:
     """The whole model: chunks of any mesh are those of its tensors."""
     config = json.loads((Path(request.original) / "config.json").read_text(encoding="utf-8"))
     kind = config.get("model_type")
@@ -43,7 +43,9 @@ def ranks(request: Request) -> Iterator[Rank]:
         raise ValueError(f"no adapter of torchtitan's is known for the type '{kind}'")
     files, _ = read(request.shards)
     state: dict[str, Tensor] = {}
-    yield Rank("rank 0", lambda: state, files, lambda: state.update(_converted(request.original, kind, config, files)))
+    yield ProgramRank(
+        "rank 0", lambda: state, files, lambda: state.update(_converted(request.original, kind, config, files))
+    )
 
 
 def _converted(original: str, kind: str, config: Mapping[str, Any], files: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reshard.verify.loader.chunks import read
-from reshard.verify.loader.program import Rank, Request
+from reshard.verify.loader.program import ProgramRank, Request
 
 
 def prepare(request: Request) -> str:
@@ -29,7 +29,7 @@ def prepare(request: Request) -> str:
     return f"transformers {transformers.__version__}"
 
 
-def ranks(request: Request) -> Iterator[Rank]:
+def ranks(request: Request) -> Iterator[ProgramRank]:
     """The model, which has one part. What the loader of neither folder takes is ignored."""
     state: dict[str, Tensor] = {}
     model, unknown = _loaded(request.original, request.dtype)
@@ -43,7 +43,7 @@ def ranks(request: Request) -> Iterator[Rank]:
         files = shards.state_dict()
     extra = further - unknown
     files |= {name: torch.empty(0) for name in extra}
-    yield Rank("rank 0", lambda: state, files, lambda: state.update(own), ignored=sorted(further - extra))
+    yield ProgramRank("rank 0", lambda: state, files, lambda: state.update(own), ignored=sorted(further - extra))
 
 
 def _loaded(folder: str, dtype: str | None) -> tuple[Any, set[str]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reshard.verify.loader.program import Rank, Request
+from reshard.verify.loader.program import ProgramRank, Request
 from reshard.verify.loader.watch import Creation
 
 _SETTINGS = {
@@ -89,7 +89,7 @@ def _replace(module: str, name: str, value: Any) -> None:
             setattr(found, name, value)
 
 
-def ranks(request: Request) -> Iterator[Rank]:
+def ranks(request: Request) -> Iterator[ProgramRank]:
     """Each rank of each stage, in the order of its files."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -106,7 +106,7 @@ def ranks(request: Request) -> Iterator[Rank]:
                     model: Any = loader.create_model(vllm_config=config, model_config=model_config)
                 name = f"rank {rank}" if request.pp == 1 else f"rank {rank} of stage {stage}"
                 load = partial(loader.load_weights, model, model_config)
-                yield Rank(name, partial(_held, model), _files(Path(request.shards)), load, reserved)
+                yield ProgramRank(name, partial(_held, model), _files(Path(request.shards)), load, reserved)
             del model, load, loader, reserved, config  # modules refer to each other: two ranks would be in memory
             gc.collect()
 

@@ -30,7 +30,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Rank:
+class ProgramRank:
     """One rank of a program, built and not loaded.
 
     ``held`` gives the tensors that the program's own files of this rank would have, by their names there; after
@@ -52,5 +52,5 @@ class Program(Protocol):
     def prepare(self, request: Request) -> str:
         """Import the program, and replace its functions that ask for a device. Returns its name and version."""
 
-    def ranks(self, request: Request) -> Iterator[Rank]:
+    def ranks(self, request: Request) -> Iterator[ProgramRank]:
         """Each rank, built, while the process is that rank."""

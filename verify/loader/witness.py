@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from reshard.verify.loader.program import Program, Rank, Request
+from reshard.verify.loader.program import Program, ProgramRank, Request
 from reshard.verify.loader.watch import (
     SMALL,
     Creation,
@@ -45,7 +45,7 @@ class Judgement:
     ignored: list[str] = field(default_factory=list)
 
 
-def judge(rank: Rank, small: int = SMALL) -> Judgement:
+def judge(rank: ProgramRank, small: int = SMALL) -> Judgement:
     """Let a rank's loader load the original, and compare the shards with the loaded model. Raises NotFollowedError."""
     rooms = dict[int, Room]()
     for name, tensor in rank.held().items():

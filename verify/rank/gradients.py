@@ -24,7 +24,7 @@ from torch import Tensor
 from reshard.formats.transformers_internals import revert_weight_conversion
 from reshard.mesh.plan import Layout
 from reshard.verify.rank.collectives import Groups, reduce_from_group
-from reshard.verify.rank.loading import Part
+from reshard.verify.rank.loading import TensorPart
 
 
 def loss_of(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ def _sum(
 
 
 def gradients_on_disk(
-    model: Any, sources: Mapping[str, tuple[str, ...]], experts: Mapping[str, Part] = MappingProxyType({})
+    model: Any, sources: Mapping[str, tuple[str, ...]], experts: Mapping[str, TensorPart] = MappingProxyType({})
 ) -> dict[str, Tensor]:
     """The gradients of a model's parameters, under the names and in the shapes of the tensors on disk.
 

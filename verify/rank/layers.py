@@ -54,7 +54,7 @@ from reshard.verify.rank.collectives import (
     scatter_to_group,
 )
 from reshard.verify.rank.group import Group
-from reshard.verify.rank.loading import Loaded, Part
+from reshard.verify.rank.loading import Loaded, TensorPart
 from reshard.verify.rank.module_table import ModuleTable
 from reshard.verify.rank.roles import Rank, Role, expert_shares, roles
 
@@ -124,7 +124,7 @@ class _SumsAtUse(TorchFunctionMode):
         return reduce_from_group(result, self._group) if is_used and isinstance(result, Tensor) else result
 
 
-def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, Part]) -> Module:
+def with_all_experts(module: Module, holder: nn.Module, parts: Mapping[str, TensorPart]) -> Module:
     """Let a module's forward see all experts: those that this rank has not are zero, and so is what they compute.
 
     ``parts`` are the parameters of ``holder``, the module itself or one in it, that have some of the experts.
@@ -251,10 +251,10 @@ def parallelise(loaded: Loaded, rank: Rank, groups: Groups, modules: ModuleTable
     parameters = placements(model, rank.shapes)
     sources = {name: place.sources for name, place in parameters.items()}
     by_name = roles(rank.plan, sources)
-    experts = dict[str, Part]()
+    experts = dict[str, TensorPart]()
     for name, share in expert_shares(rank, sources).items():
         length = parameters[name].shape[0]
-        experts[name] = Part(share.index * length, share.parts * length)
+        experts[name] = TensorPart(share.index * length, share.parts * length)
     values = model.state_dict(keep_vars=True)
     by_tensor = {id(values[name]): role for name, role in by_name.items()}
     for tied, original in tied_weights(model).items():

@@ -26,7 +26,7 @@ from reshard.verify.rank.group import machine_fault
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a tensor: it begins at ``start`` of the first dimension, which has ``length`` indices in the whole
     tensor.
     """
@@ -54,7 +54,7 @@ class Loaded:
     sources: Mapping[str, tuple[str, ...]]
     unused: tuple[str, ...]
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
-    experts: Mapping[str, Part] = field(default_factory=dict)
+    experts: Mapping[str, TensorPart] = field(default_factory=dict)
     cut: tuple[str, ...] = ()
     adapter: Any = None
 

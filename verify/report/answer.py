@@ -20,7 +20,7 @@ from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError
 
 if TYPE_CHECKING:  # they import torch
     from reshard.verify.forward.job import Logits
-    from reshard.verify.forward.report import ForwardReport, Row
+    from reshard.verify.forward.report import ForwardReport, LayerRow
 
 SHOWN = 10
 """Lines of each kind that the summary shows; ``--json`` has all of them."""
@@ -147,7 +147,7 @@ def forward_summary(report: ForwardReport) -> str:
     return "\n".join([*lines, *(["", *_logits(report.logits)] if report.logits is not None else [])])
 
 
-def _places(what: str, rows: Sequence[Row]) -> list[str]:
+def _places(what: str, rows: Sequence[LayerRow]) -> list[str]:
     has_effects = any(row.effect is not None for row in rows)
     cells = [(what, "error", "noise", "ratio", *(["without it"] if has_effects else []), "")]
     for row in rows:

@@ -25,7 +25,7 @@ import pytest
 
 from reshard.cli.demo import compare
 from reshard.formats.files.safetensors import build_header, read_header
-from reshard.testing.model import CONFIG, write_model
+from reshard.tiny_model import CONFIG, write_model
 from tests import support
 from tests.marks import thorough
 from tests.slow import Turns

@@ -12,7 +12,7 @@ import pytest
 
 from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.options import Command, Group, Option
-from reshard.testing.model import write_model
+from reshard.tiny_model import write_model
 from tests.marks import thorough
 from tests.support import command
 

@@ -27,7 +27,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard.cli.commands import cli
-from reshard.testing.model import CONFIG, write_model
+from reshard.tiny_model import CONFIG, write_model
 from tests.marks import of_ranks, thorough
 from tests.programs import test_trainers as trainers
 from tests.stores.hub_server import HubServer

@@ -17,7 +17,7 @@ from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation import format_file
 from reshard.formats.plugins import plugins
 from reshard.testing import ContainerTests, FormatTests, QuantizationTests, StoreTests, write_model
-from reshard.testing.model import CONFIG
+from reshard.tiny_model import CONFIG
 from tests.support import write_file
 
 OUTSIDE = Path(__file__).parent / "outside"

@@ -356,7 +356,7 @@ DEMO = {
 @thorough
 @of_ranks
 def test_each_key_of_json_is_in_the_page(tmp_path: Path) -> None:
-    from reshard.testing.model import write_model
+    from reshard.tiny_model import write_model
 
     write_model(tmp_path / "model")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", JSON.read_text(), re.MULTILINE | re.DOTALL))
@@ -373,7 +373,7 @@ def test_each_key_of_json_is_in_the_page(tmp_path: Path) -> None:
 
 
 def test_each_key_of_the_manifest_is_in_the_page(tmp_path: Path) -> None:
-    from reshard.testing.model import write_model
+    from reshard.tiny_model import write_model
 
     assert support.command("split", write_model(tmp_path / "model"), tmp_path / "out", "--tp", "4").returncode == 0
     manifest = json.loads((tmp_path / "out/reshard.json").read_text())
@@ -399,7 +399,7 @@ def unnamed(value: object, words: set[str], at: str = "") -> set[str]:
 
 @thorough
 def test_python_examples_run(tmp_path: Path) -> None:
-    from reshard.testing.model import write_model
+    from reshard.tiny_model import write_model
 
     write_model(tmp_path / "model")
     found = re.findall(r"```python\n(.*?)```", PYTHON.read_text(), re.DOTALL)

@@ -224,7 +224,8 @@ def follow(pickled: bytes, names: Names) -> object:
 
 def kind_of(value: object) -> str:
     """Return the kind of a value in one word, for messages, which never show its content: that may be of any size."""
-    return value.path if isinstance(value, (Global, Inert)) else type(value).__name__.strip("_").lower()
+    kind = type(value).__name__.removeprefix("Pickled").strip("_").lower()
+    return value.path if isinstance(value, (Global, Inert)) else kind
 
 
 def quote(value: object) -> str:

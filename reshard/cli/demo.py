@@ -14,8 +14,8 @@ import click
 from reshard.cli.options import PATH, Command
 from reshard.cli.printing import print_answer, print_lines
 from reshard.formats.errors import CheckpointError
-from reshard.testing.model import write_model
 from reshard.text import align
+from reshard.tiny_model import write_model
 
 if TYPE_CHECKING:
     pass

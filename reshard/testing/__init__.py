@@ -16,6 +16,6 @@ URL's scheme or the ``quant_method``::
 """
 
 from reshard.testing.contracts import ContainerTests, FormatTests, QuantizationTests, StoreTests
-from reshard.testing.model import write_model
+from reshard.tiny_model import write_model
 
 __all__ = ["ContainerTests", "FormatTests", "QuantizationTests", "StoreTests", "write_model"]

@@ -16,7 +16,7 @@ from reshard.formats.files.containers import Around, Container, container_of
 from reshard.formats.files.layout import Layout, Tensor
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.store.remote import Remote
-from reshard.testing.model import write_model
+from reshard.tiny_model import write_model
 
 _SHAPES = {"a": (3, 5), "a.scalar": (), "b.none": (0, 4), "b": (7,), "c.weight": (2, 3, 4)}
 

@@ -60,7 +60,7 @@ def published_names(model: Model, where: FilePath) -> dict[str, str]:
         if joined := next((kind.name for kind in model.kinds if spellings.is_joined(kind.name)), None):
             raise CheckpointError(
                 f"'{joined}' is a tensor of transformers' modules, and not all names here can be read as theirs",
-                "leave --names out: the names stay",
+                "leave out --names: the names stay",
             )
         if not all(spellings.published(kind.name) in {kind.name, None} for kind in model.kinds):
             published = ((tensor.name, spellings.published(tensor.name)) for tensor in model.tensors)

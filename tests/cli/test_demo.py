@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from reshard.formats.files.safetensors import read_header
-from reshard.testing.model import write_model
+from reshard.tiny_model import write_model
 
 
 def in_integers(count: int, draws: Iterator[int], bias: int) -> bytes:

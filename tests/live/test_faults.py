@@ -24,7 +24,7 @@ from reshard.live.meshes import arranged, target_of
 from reshard.live.process import Pull, Push, pull, push
 from reshard.live.wire import Message
 from reshard.source.opening import open_source
-from reshard.testing.model import CONFIG, write_model
+from reshard.tiny_model import CONFIG, write_model
 from tests.live.processes import free_port
 from tests.live.ranks import JOIN, LATE, NAMES, TIMEOUT, Plot, Ranks, Told, stop_with_parent
 from tests.live.trainers import Weights

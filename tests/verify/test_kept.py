@@ -110,7 +110,7 @@ def test_a_wrong_size_is_seen(key: str, tmp_path: Path, monkeypatch: pytest.Monk
     model, right = store.checkpoint("llama"), plans.rank_config
     split(model, tmp_path / "right", tp=2)
     assert verify(model, tmp_path / "right", exact_only=True).verdict == "same"
-    for module in ("reshard.writing.output", "reshard.verify.bytes.folder", "reshard.verify.bytes.rules"):
+    for module in ("reshard.writing.documents", "reshard.verify.bytes.folder", "reshard.verify.bytes.rules"):
         monkeypatch.setattr(import_module(module), "rank_config", lambda *of: right(*of) | {key: right(*of)[key] + 1})
     split(model, tmp_path / "out", tp=2)
     answer = verify(model, tmp_path / "out", exact_only=True)

@@ -302,8 +302,8 @@ def test_what_lies_beside_a_model_is_left_behind_and_said(tmp_path: Path) -> Non
     done = reshard.merge(tmp_path / "run", tmp_path / "out", quiet=True)
     assert {*done.left_behind} == {"rng", "step", "optim"}
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
-    plain(below("state.model.")(state) | {"vision.patches.weight": torch.ones(3, 3)}, tmp_path / "other", model)
-    with pytest.raises(ReshardError, match=r"'vision\.patches\.weight'"):
+    plain(below("state.model.")(state) | {"vision.fc.weight": torch.ones(3, 3)}, tmp_path / "other", model)
+    with pytest.raises(ReshardError, match=r"'vision\.fc\.weight'"):
         reshard.merge(tmp_path / "other", tmp_path / "none", quiet=True)
 
 

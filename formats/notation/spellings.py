@@ -8,9 +8,9 @@ module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
 
     Of a model type that is not known there, they are the checkpoint's.
     """
-    rules = _holding(format_of("transformers").of(config).rules, base, config)
+    rules = format_of("transformers").of(config).rules
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, SourcePart, Shapes]]] = defaultdict(dict)
     for template, rules_of in base.tensors.items():
         shapes = tuple(shapes_in(rules_of))
@@ -101,13 +101,6 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         if len(slots) == len(use.line.sources):
             turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
             yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
-
-
-def _holding(rules: Rules, architecture: Architecture, config: Mapping[str, Any]) -> Rules:
-    """The rules without the lines that do not hold for a config.json."""
-    settings = architecture.settings(config)
-    lines = tuple(line for line in rules.lines if line.when is None or line.when.evaluate(settings.get))
-    return rules if len(lines) == len(rules.lines) else replace(rules, lines=lines)
 
 
 def _below(template: str, shapes: Shapes, rules: Rules) -> Iterator[ModuleTensor]:
@@ -143,7 +136,7 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
         if use.line.output_first and shape_of.arrow is not None:
             shape_of = Shape((*shape_of.dims[:-2], shape_of.dims[-1], shape_of.dims[-2]))
         if len(shapes) > 1:
-            at = (shape_of.output_dim or 0) if use.line.dim is None else use.line.dim
+            at = shape_of.output_dim if shape_of.output_dim is not None else 0
             dims = [shape.dims[at] for shape in shapes]
             sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
             shape_of = Shape((*shape_of.dims[:at], sum_of, *shape_of.dims[at + 1 :]), shape_of.arrow)
@@ -151,11 +144,6 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
             arrow = None if shape_of.arrow is None else shape_of.arrow + 1
             shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
         yield shape_of, alternatives[0][1]
-
-
-def _forms(name: str) -> tuple[str, str]:
-    """A name, and the same with the root or without it."""
-    return name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
 
 
 class Spellings:
@@ -166,22 +154,17 @@ class Spellings:
     def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
         format = format_of("transformers").of(config)
-        self._of_types = _holding(format.rules, architecture, config)
-        self._published = in_published().of(config).rules
+        self._of_types, self._published = format.rules, in_published().of(config).rules
         self._of_form: dict[Hashable, list[str] | None] = {}
         is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
-        is_observed = (
-            class_of(config) in format.types.classes and format.types.name_of(config) not in format.types.refused
-        )
-        self._is_known = not is_bare and (is_observed or bool(self._of_types.lines or self._published.lines))
+        self._is_known = not is_bare and bool(self._of_types.lines or self._published.lines)
 
     @cached_property
     def _joined(self) -> frozenset[str]:
         """Tensors that modules make of several, or of a part of one: their names, and the architecture's lines."""
         names = {tensor.name for tensor in self._tensors if not tensor.is_whole}
         matches = map(self._architecture.match, map(with_first_indices, names))
-        lines = {match.template for match in matches if match is not None}
-        return frozenset({*names, *(line for line in lines if not line.endswith("*"))})
+        return frozenset({*names, *(match.template for match in matches if match is not None)})
 
     def is_joined(self, name: str) -> bool:
         """Whether modules make this tensor of several, or of a part of one."""
@@ -241,7 +224,8 @@ class Spellings:
         is_own = match is not None and not match.template.endswith("*")
         if is_own or (use is not None and len(use.line.sources[use.source].text) > len(stem)):
             return None
-        spelled = next((form for form in _forms(name) if form.startswith(stem[:-1])), None)
+        forms = name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+        spelled = next((form for form in forms if form.startswith(stem[:-1])), None)
         return None if spelled is None else (spelled, source[:-1] + spelled.removeprefix(stem[:-1]))
 
     def published(self, name: str) -> str | None:
@@ -267,34 +251,16 @@ class Spellings:
         of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
 
-    def second_names(self, names: Collection[str]) -> dict[str, str]:
-        """The names of tensors that modules hold under a second name, each with that of the first."""
-        found, tensors = dict[str, str](), dict[Hashable, str]()
-        for line in self._of_types.lines if self._is_known else ():
-            forms = _forms(line.target.text) if line.also else ()
-            if second := next((form for form in forms if form in names), None):
-                tensors = tensors or {self.tensor(name): name for name in names if not numbers_in(name)}
-                if (first := tensors.get(self.tensor(line.sources[0].text), second)) != second:
-                    found[second] = first
-        return found
-
     def only(self, names: str) -> Callable[[str], str | None]:
         """A spelling that knows only names that are ``published``, or those of ``modules``."""
         spell = self.in_modules if names == MODULES else self.published
         return lambda name: name if spell(name) == name else None
 
     def are_of_modules(self, names: Iterable[str]) -> bool:
-        """Whether tensors have the names that transformers' modules have, and not the published ones: most of them, or
-        with another root.
-        """
+        """Whether tensors have the names that transformers' modules have, and not the published ones."""
         if not self._is_known:
             return any(map(self.is_joined, names))
-        exact, rooted = 0, 0
-        for name in names:
-            of_modules, published, forms = self.in_modules(name), self.published(name), _forms(name)
-            exact += (of_modules == name) - (published == name)
-            rooted += (of_modules in forms) - (published in forms)
-        return (exact or rooted) > 0
+        return sum((self.in_modules(name) == name) - (self.published(name) == name) for name in names) > 0
 
     def is_apart(self, name: str) -> bool:
         """Whether a tensor is one of several that modules have as one, or has parts that they have."""
@@ -314,5 +280,4 @@ class Spellings:
         """A name, in whatever prefix, as lines spell it."""
         use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
         target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
-        known = {**self._architecture.indices_in(name), **match.indices}
-        return filled(target, {**{f"number{place}": number for place, number in numbers}, **known})
+        return filled(target, {**{f"number{place}": number for place, number in numbers}, **match.indices})

@@ -74,11 +74,6 @@ def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[b
     return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
 
 
-def may_be_tied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Whether the model of a config has tied tensors, by the config or its type."""
-    return bool(_stated_ties(architecture, config))
-
-
 def tied_twice(
     architecture: Architecture,
     config: Mapping[str, Any],
@@ -244,8 +239,6 @@ def _group_of(
     if match is None:
         return None
     rule = sizes.holds(match)
-    if rule is None and match.template.endswith("*"):
-        return None
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     on_disk = tensor.local if tensor.shape is None else tensor.shape

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,9 +31,6 @@ _OF_OPTIMIZER = re.compile(
     r"(?:optim|optimizer|optimizers|(?:max_)?exp_avg|momentum|master|fp32|grad|grads|gradients)(?:_.*)?"
 )
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
-
-
-_OF_MODULES = (".weight", ".bias")
 
 
 class ChoiceError(CheckpointError):
@@ -71,19 +68,6 @@ class Naming:
         """
         names = {at: name for name, at in self.known.items()}
         return ((names.get(name, name), each) for name, each in stored.items() if not self.is_other(name))
-
-    def without_strangers(self, names: Mapping[str, str]) -> Naming:
-        """The same, with what lies beside the model among the other sets: a trainer's own (``rng``, ``optim.state.…``).
-
-        ``names`` are as in ``name_all``. An unknown weight or bias is no stranger, whatever it is below.
-        """
-        known, strangers = {*self.known.values()}, defaultdict[str, set[str]](set)
-        for stored, name in names.items():
-            top = name.partition(".")[0]
-            is_beside = self.beginning and not name.startswith(self.beginning) and not name.endswith(_OF_MODULES)
-            if stored not in known and not self.is_other(stored) and (is_beside or _role(top) == "optimizer"):
-                strangers[top].add(stored)
-        return replace(self, others={**self.others, **{top: frozenset(own) for top, own in strangers.items()}})
 
     def is_other(self, stored: str) -> bool:
         """Whether a stored name belongs to a tensor of another set."""

@@ -1,13 +1,12 @@
 """The small models of tests/zoo under the names that others give their tensors: as published, and of modules.
 
     python -m benchmarks.spellings RESULTS [--models llama,gpt2] [--spellings hub,state_dict] [--containers plain,dcp]
-                                   [--jobs 2] [--write]
+                                   [--jobs 2]
 
 Each model is stored once in each spelling and merged to its published names. A result is ``right`` if these names and
 all bytes are the published checkpoint's, ``refused`` with the message, ``names`` if the same tensors have other names,
 ``wrong`` if a tensor lacks or has another value. What transformers' class stores is compared with what it saves as the
-published form. RESULTS, a file with a line of JSON for each, is added to; what it has is not run again. With
-``--write`` the counts are written into docs/explanation/evidence.md.
+published form. RESULTS, a file with a line of JSON for each, is added to; what it has is not run again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.formats.errors import ReshardError
 from tests import zoo
-from tools.measured import write
 
 State = dict[str, torch.Tensor]
 RANK = 2
@@ -293,7 +291,6 @@ def main() -> None:
     parser.add_argument("--spellings", default=",".join(SPELLINGS))
     parser.add_argument("--containers", default="plain")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="put the counts into evidence.md")
     arguments = parser.parse_args()
     file: Path = arguments.results
     results = [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
@@ -311,10 +308,7 @@ def main() -> None:
                 if one.verdict != "right":
                     print(one, flush=True)
                 print(json.dumps(asdict(one)), file=kept, flush=True)
-    if arguments.write:
-        write("spellings", to_markdown(results))
-    else:
-        print(to_markdown(results))
+    print(to_markdown(results))
 
 
 def to_markdown(results: Sequence[Result]) -> str:

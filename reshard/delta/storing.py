@@ -6,13 +6,13 @@ import dataclasses
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from reshard.delta.differences import CHANGED, HERE, PIECE, Diff, Pair, TensorDiff, codes_of, differences, pairs
+from reshard.delta.differences import CHANGED, HERE, PIECE, THERE, Diff, Pair, TensorDiff, codes_of, differences, pairs
 from reshard.delta.differences import SAME as UNCHANGED
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import DELTA
@@ -93,6 +93,8 @@ def write_delta(
             temporary.mkdir(mode=0o700)
             building.mkdir()
         diff = differences(a, b, add, progress, aliases=True)
+        lacking = b.aliases.keys() - {tensor.name for file in new.files for tensor in file.tensors}
+        diff = dataclasses.replace(diff, tensors=tuple(_without(lacking, diff.tensors)))
         file, stored, changes = _write(a, b, diff, sums, building, is_compressed=is_compressed)
         files_a, files_b = a.read_side_files(), b.read_side_files()
         sides = {name: None if files_a.get(name) == content else content for name, content in files_b.items()}
@@ -111,6 +113,15 @@ def write_delta(
     spelled = spelled_alike(b.model, a.model)
     again = {spelled.get(name, name) for name in a.aliases} | b.aliases.keys()
     return dataclasses.replace(diff, tensors=tuple(tensor for tensor in diff.tensors if tensor.name not in again))
+
+
+def _without(names: Collection[str], tensors: Iterable[TensorDiff]) -> Iterator[TensorDiff]:
+    """The differences as if the second checkpoint did not have some names."""
+    for tensor in tensors:
+        if tensor.name not in names:
+            yield tensor
+        elif tensor.kind != THERE:
+            yield dataclasses.replace(tensor, kind=HERE)
 
 
 def _write(

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from reshard.api import diff, patch, split
+from reshard.api import diff, merge, patch, split
 from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.formats.files.delta import digest
 from reshard.formats.files.safetensors import build_header, read_header
@@ -25,7 +25,7 @@ from reshard.transforms.tensors import ComputedFile
 from reshard.verify.api import verify
 from tests import peft_adapters, store
 from tests.marks import examples, one_of_each
-from tests.support import change_tensor, command, contents, write_checkpoint
+from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint, write_tied_twice
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 ONE = {"workers": 1, "fsync": False}
@@ -324,3 +324,27 @@ def test_what_a_delta_is_not_put_on(delta: Path, tmp_path: Path) -> None:
     done = command("patch", peft_adapters.made("llama", "embeddings"), delta, tmp_path / "out")
     assert done.returncode == 2 and done.stderr.count("\n") == 2, done.stderr
     assert "a delta is put on a full checkpoint in safetensors" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["bin", "wrapped", "safetensors"])
+def test_a_tied_model_stored_under_both_names(how: str, tmp_path: Path) -> None:
+    """A merge leaves the second name out where the original's files are not written again."""
+    folders = [write_tied_twice(tmp_path / name, LLAMA) for name in ("a", "b")]
+    for number, folder in enumerate(folders):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+            tensors[name] = tensors[name] + number
+        file.unlink()
+        if how == "bin":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            names = {name: f"module.{name}" if how == "wrapped" else name for name in tensors}
+            save_file({names[name]: tensor.clone() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    diff(*folders, out=tmp_path / "delta")
+    patch(folders[0], tmp_path / "patched", delta=tmp_path / "delta")
+    split(folders[1], tmp_path / "ranks", tp=2)
+    merge(tmp_path / "ranks", tmp_path / "merged", names="published" if how == "wrapped" else "source")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("patched", "merged"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in found)

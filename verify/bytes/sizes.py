@@ -15,15 +15,15 @@ _ROWS = {
     "num_attention_heads": ("self_attn.q_proj.weight",),
     "num_key_value_heads": ("self_attn.k_proj.weight",),
     "intermediate_size": (
-        "mlp.up_proj.weight",
-        "mlp.gate_up_proj.weight",
-        "mlp.fc1.weight",
-        "mlp.dense_h_to_4h.weight",
+        "mlp.up_proj.weight", "mlp.gate_up_proj.weight", "mlp.fc1.weight", "mlp.dense_h_to_4h.weight",
     ),
     "moe_intermediate_size": ("experts.0.up_proj.weight",),
     "shared_expert_intermediate_size": ("shared_expert.up_proj.weight",),
-    "vocab_size": ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight"),
-}
+    "vocab_size": (
+        "embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight", "lm_head.weight",
+        "embed_out.weight",
+    ),
+}  # fmt: skip
 """The ends of the names of tensors whose rows a setting counts, alone or in groups of one size."""
 
 

@@ -11,11 +11,13 @@ from reshard.formats.errors import PlanError
 
 @cache
 def plugins(kind: str) -> Mapping[str, Any]:
-    """The additions of a kind, by their names. Raises PlanError for one that cannot be imported."""
+    """The additions of a kind, by their names. Raises PlanError for one that cannot be imported, or two of a name."""
     from importlib.metadata import entry_points  # slow, and rarely needed
 
     found = dict[str, Any]()
     for entry in entry_points(group=f"reshard.{kind}"):
+        if entry.name in found:
+            raise PlanError(f"two packages add '{entry.name}' to reshard.{kind}", "remove one of them")
         try:
             found[entry.name] = entry.load()
         except Exception as error:  # of another package: anything

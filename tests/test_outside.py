@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.formats.errors import PlanError
+from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.containers import ARCHIVE, SAFETENSORS, container_of
 from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation import format_file
@@ -115,6 +115,29 @@ def package(folder: Path, entry_points: str, **files: str) -> Path:
     for name, text in {"__init__.py": "", **files}.items():
         (folder / "other" / name).write_text(text)
     return folder
+
+
+def test_two_packages_that_add_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[reshard.containers]\nacme = acme:CONTAINER\n\n[reshard.stores]\ns3 = acme:files_of\n"
+    monkeypatch.syspath_prepend(package(tmp_path, text))
+    _forget()
+    with pytest.raises(PlanError, match=r"two packages add 'acme' to reshard\.containers"):
+        container_of("weights.acme")
+    assert container_of("weights.safetensors") is SAFETENSORS
+
+
+def test_two_containers_of_one_ending_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(package(tmp_path, "[reshard.containers]\nsecond = acme:CONTAINER\n"))
+    _forget()
+    with pytest.raises(CheckpointError, match=r"weights\.acme: containers of two packages are called so"):
+        container_of("weights.acme")
+
+
+def test_a_store_of_a_package_has_no_revisions(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    assert reshard.inspect(f"shelf:/{model}").complete
+    with pytest.raises(CheckpointError, match="is at a URL: there is no revision main of it"):
+        reshard.inspect(f"shelf:/{model}", revision="main")
 
 
 def test_a_second_format_of_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,20 +97,23 @@ ARCHIVE = Container((".pth", ".pt"), _read_archive, _build_archive)
 BIN = Container((".bin",), _read_archive, _build_archive, is_read_by_ranges=False)
 CHUNKS = Container((".distcp",), _read_archive, _build_chunks)
 """Chunks of tensors, each an archive; ``.metadata`` beside the files says which."""
+BUILT_IN = (SAFETENSORS, ARCHIVE, BIN, CHUNKS)
 
 
 def containers() -> Iterator[Container]:
     """The containers: the built-in ones first, then those of packages."""
-    yield from (SAFETENSORS, ARCHIVE, BIN, CHUNKS)
+    yield from BUILT_IN
     yield from plugins("containers").values()
 
 
 def container_of(name: str) -> Container:
-    """The container of a file by its name. Raises CheckpointError if none has such names."""
-    found = next((container for container in containers() if container.holds(name)), None)
-    if found is None:
-        raise CheckpointError(f"{PurePosixPath(name).name}: no container of weights is called so")
-    return found
+    """The container of a file by its name. Raises CheckpointError if none has such names, or if two packages have."""
+    found = [container for container in BUILT_IN if container.holds(name)]
+    found = found or [container for container in plugins("containers").values() if container.holds(name)]
+    if len(found) != 1:
+        how = "containers of two packages are" if found else "no container of weights is"
+        raise CheckpointError(f"{PurePosixPath(name).name}: {how} called so")
+    return found[0]
 
 
 def is_weights(name: str) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,10 +16,6 @@ from reshard.cli.printing import print_answer, print_lines
 from reshard.formats.errors import CheckpointError
 from reshard.text import align
 from reshard.tiny_model import write_model
-
-if TYPE_CHECKING:
-    pass
-
 
 STEPS = (
     ("split", "model", "tp4", "--tp", "4"),

@@ -11,6 +11,7 @@ from reshard.formats.errors import CheckpointError, MismatchError, refused
 from reshard.model.naming import ChoiceError
 from reshard.move.jobs import ByteProgress, no_progress
 from reshard.source.access import Access, Place
+from reshard.source.folder import Folder
 from reshard.source.opening import find
 from reshard.source.recognition import recognise
 from reshard.source.source import Source
@@ -65,7 +66,7 @@ def open_both(a: Place, b: Place, access: Access) -> tuple[Source, Source]:
     Raises ReshardError.
     """
     paths = [find(side, access, Weights.FILES if access.download else Weights.RANGES) for side in (a, b)]
-    folders = [recognise(path) for path in paths]
+    folders = [recognise(Folder(path)) for path in paths]
     has_models = [side.kind != "program" or side.manifest is not None for side in folders]
     opened, chosen = list[Source](), access.beginning
     access, dtype = replace(access, dtype=None), access.dtype

@@ -154,7 +154,7 @@ def inspect(request: InspectRequest) -> Report:
         command = unfinished_command(path)
         if command is not None:
             return _staging(path, command)
-    folder = recognise(path)
+    folder = recognise(Folder(path))
     kinds = {"full": "full checkpoint", "adapter": "PEFT adapter"}
     report = Report(path, kinds.get(folder.kind, "split checkpoint"), "safetensors")
     _take_config(report, path)

@@ -67,13 +67,6 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
     return [shape for rule in rules for shape in rule.shapes]
 
 
-def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
-    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied."""
-    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
-    stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
-    return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
-
-
 def tied_twice(
     architecture: Architecture,
     config: Mapping[str, Any],
@@ -87,7 +80,9 @@ def tied_twice(
     The default is that of the model type. If the model within says otherwise, the content tells: ``are_same``. A tensor
     of another dtype or shape is one of its own.
     """
-    if not (stated := _stated_ties(architecture, config)):
+    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    stated = {settings.get("tie_word_embeddings") for settings in sources} - {None}
+    if True not in stated or config.get("tie_word_embeddings") is False:
         return {}
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})

@@ -65,7 +65,7 @@ def other_entries(path: FilePath, known: Collection[str]) -> list[str]:
 
 
 class Folder:
-    """A folder to open, with everything that was read of it. Each file is read once. ``recognise`` makes it.
+    """A folder to open, with everything that was read of it. Each file is read once. ``recognise`` says what it is.
 
     It is a full checkpoint, a PEFT adapter, shards in reshard's own form, or in a program's format (``kind``). Any
     other folder counts as a full checkpoint: opening it says what is missing. ``formats`` are those that its files may

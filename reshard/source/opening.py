@@ -92,7 +92,7 @@ def open_source(
     ``base`` is the manifest of the shards that its tensors are computed from. Of a full checkpoint that ``is_part`` of
     a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
     """
-    folder = recognise(path, config=config, plan_file=plan_file, base=base, beginning=beginning)
+    folder = recognise(Folder(path, config=config, plan_file=plan_file, base=base, beginning=beginning))
     return open_folder(folder, model=model, adapted=adapted, is_part=is_part)
 
 
@@ -101,7 +101,7 @@ def open_folder(
 ) -> Source:
     """Open what is recognised already (see ``open_source``)."""
     path, is_known = folder.path, model is not None and folder.kind == "program"
-    if not is_known and isinstance(path, Path) and path.suffix == SUFFIX and unfinished_command(path) is not None:
+    if not is_known and isinstance(path, Path) and path.name.endswith(SUFFIX) and unfinished_command(path) is not None:
         raise CheckpointError(f"{path} is unfinished output", "run the command that wrote it again: it resumes")
     if folder.damage is not None:
         raise folder.damage
@@ -136,7 +136,7 @@ def _check_recorded(path: FilePath, manifest: Manifest, *, with_sizes: bool) -> 
 def lines_of_any(source: Place, access: Access) -> Architecture:
     """The lines that cover the tensors of a folder or a Hub id, even if shapes do not fit. Raises ReshardError."""
     path = find(source, access, Weights.HEADERS)
-    folder = recognise(path, plan_file=access.plan_file)
+    folder = recognise(Folder(path, plan_file=access.plan_file))
     if folder.kind == "split":
         return folder.architecture(read_model_config(path))
     checkpoint = open_adapter(path, found_config(access)) if folder.kind == "adapter" else open_checkpoint(path)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from reshard.formats.files.checkpoint import has_adapter, has_usual_weights
-from reshard.formats.files.manifest import Manifest
 from reshard.formats.files.sharded import is_sharded
 from reshard.formats.notation.format_file import all_formats
-from reshard.formats.store import FilePath
 from reshard.source.folder import Folder
 
 
-def recognise(
-    path: FilePath,
-    *,
-    config: FilePath | None = None,
-    plan_file: Path | None = None,
-    base: Manifest | None = None,
-    beginning: str | None = None,
-) -> Folder:
-    """A folder, with its kind and the formats that its files may be in (see ``Folder``).
+def recognise(folder: Folder) -> Folder:
+    """The same folder, with its kind and the formats that its files may be in (see ``Folder``).
 
     Raises CheckpointError if a program's file names a folder of weights that is not there.
     """
-    folder = Folder(path, config=config, plan_file=plan_file, base=base, beginning=beginning)
+    path = folder.path
     is_split = is_sharded(path)
     if not folder.formats and not has_usual_weights(path) and (folder.damage is not None or not is_split):
         from reshard.source.program_files import readings  # rarely needed

@@ -142,12 +142,14 @@ def fetch(source: str, access: HubAccess, weights: Weights = Weights.FILES) -> R
     small; or if a revision is asked of what has none.
     """
     path = Path(source)
-    is_elsewhere = is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source)
+    scheme = source.partition("://")[0] if "://" in source and not is_url(source) else ""
+    is_added = bool(scheme) and scheme in plugins("stores")
+    is_elsewhere = is_added or (is_url(source) and not re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", source))
     if access.revision is not None and (is_elsewhere or (source and os.path.lexists(path))):
         where = "at a URL" if is_elsewhere else "on this machine"
         message = f"{source} is {where}: there is no revision {access.revision} of it"
         raise CheckpointError(message, "leave out --revision")
-    if (scheme := source.partition("://")[0]) != source and scheme in plugins("stores"):
+    if is_added:
         return RangeStore(source, plugins("stores")[scheme](source))
     if is_elsewhere:
         return fetch_stored(source, weights, assets_folder(access.cache_dir))

@@ -19,6 +19,7 @@ from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, has_adapte
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.numbers import CODES, as_float32
 from reshard.formats.store import FilePath, public_name
+from reshard.source.folder import Folder
 from reshard.source.lora import find_lora, open_alone
 from reshard.source.opening import open_source
 from reshard.source.recognition import recognise
@@ -109,7 +110,7 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
         raise CheckpointError(what, "load it with PEFT and save it again (save_pretrained)")
     if has_adapter(path):
         return with_adapter(source, open_source(path, adapted=source.model))
-    run = find_lora(folder := recognise(path), source.model)
+    run = find_lora(folder := recognise(Folder(path)), source.model)
     if run is None:
         raise CheckpointError(f"{path} is not a PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
     return with_adapter(source, open_alone(folder, run, source.model))

@@ -42,7 +42,7 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
     from reshard.transforms.convert import convert  # numpy
 
     path = find(source, access, Weights.FILES)
-    folder, note = recognise(path, config=found_config(access), beginning=access.beginning), None
+    folder, note = recognise(Folder(path, config=found_config(access), beginning=access.beginning)), None
     run = find_lora(folder) if folder.manifest is None and folder.kind != "adapter" else None
     if run is not None and run.stated is None:
         note = f"{ADAPTER_CONFIG} has the ranks of the tensors; no file says lora_alpha: write it there"
@@ -55,7 +55,7 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
 
     Raises ReshardError.
     """
-    folder = recognise(path, plan_file=access.plan_file, beginning=access.beginning)
+    folder = recognise(Folder(path, plan_file=access.plan_file, beginning=access.beginning))
     if folder.kind != "program" or folder.manifest is not None:
         return open_found(path, replace(access, config=None))
     if model is None or access.config is not None:
@@ -106,7 +106,7 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     hub = HubAccess(token=access.token, cache_dir=access.cache_dir, quiet=access.quiet)
     is_part = access.is_changed  # what comes of it is complete
     config = found_config(access)
-    folder, run = recognise(path, plan_file=access.plan_file, config=config, beginning=access.beginning), None
+    folder, run = recognise(Folder(path, plan_file=access.plan_file, config=config, beginning=access.beginning)), None
     try:
         opened = open_folder(folder, is_part=is_part)
     except LoraError:

@@ -16,6 +16,7 @@ from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan, make_plan
 from reshard.model.naming import LoraError, spelled_alike
 from reshard.placement.arrangement import arrangement_of
+from reshard.source.folder import Folder
 from reshard.source.opening import open_source
 from reshard.source.recognition import recognise
 from reshard.source.source import Source
@@ -46,7 +47,11 @@ def open_shards(path: FilePath, original: Source, *, plan_file: Path | None = No
     try:
         return _spelled_as(original, open_source(path, plan_file=plan_file, model=original.model))
     except ReshardError as error:
-        if _is_unreadable(error) or isinstance(error, LoraError) or recognise(path).kind not in {"split", "program"}:
+        if (
+            _is_unreadable(error)
+            or isinstance(error, LoraError)
+            or recognise(Folder(path)).kind not in {"split", "program"}
+        ):
             raise
         text = f"{error.message} ({error.hint})" if error.hint else error.message
         return ExactReport("unknown", 0, 0, 0, problems=(text,))

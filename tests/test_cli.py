@@ -384,10 +384,11 @@ def on_a_terminal(*arguments: str | Path, columns: int = 80, **environment: str)
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         os.environ.update({"TERM": "xterm", **environment})
         os.execvp(RESHARD[0], [*RESHARD, *map(str, arguments)])
-    received = b""
+    received, poll = b"", select.poll()  # select takes no descriptor from 1,024 on
+    poll.register(descriptor, select.POLLIN)
     while True:
         try:
-            ready, _, _ = select.select([descriptor], [], [], 60)
+            ready = poll.poll(60_000)
             chunk = os.read(descriptor, 65536) if ready else b""
         except OSError:
             chunk = b""

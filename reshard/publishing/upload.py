@@ -208,7 +208,7 @@ class Uploading(Staging):
             raise self._written_else()
         if self._is_published(is_ending=True):
             raise PublishedError(f"{self.shown} is complete")
-        self.check()
+        self._refuse_others(owner, self._bucket.objects())
         raise CheckpointError(f"{self.shown} was published or removed by another run", "run it again")
 
     def _is_published(self, *, is_ending: bool = False) -> bool:

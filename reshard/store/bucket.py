@@ -124,16 +124,23 @@ class Bucket:
     def put(self, key: str, content: bytes | Path, task: str = "") -> str | None:
         """Write an object, a large file in several parts; returns its etag. Raises CheckpointError.
 
-        It may say of which ``task`` it is.
+        It may say of which ``task`` it is. Others may have replaced or removed it by the end.
         """
         from obstore import head
 
+        def look() -> Mapping[str, Any] | None:
+            with suppress(FileNotFoundError):
+                return head(self.store, key)
+            return None
+
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        answer = self.note(key, content, task, in_parts=size > _SINGLE)
-        meta = self.ask(key, lambda: head(self.store, key), "writing")
-        if meta["size"] != size:
-            raise CheckpointError(f"{self.name}/{key} has {meta['size']:,} bytes after {size:,} were written")
-        return etag_of(answer) or etag_of(meta)  # what is there may be another's by now
+        etag = etag_of(self.note(key, content, task, in_parts=size > _SINGLE))
+        there = self.ask(key, look, "writing")
+        if there is None or (etag is not None and etag_of(there) != etag):
+            return etag
+        if there["size"] != size:
+            raise CheckpointError(f"{self.name}/{key} has {there['size']:,} bytes after {size:,} were written")
+        return etag_of(there)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there. Raises CheckpointError."""

@@ -193,7 +193,7 @@ def test_a_file_that_came_after_another_task_had_published_is_said(
     def late(key: str) -> None:
         if key.endswith(".safetensors"):
             store.before_put = None
-            shutil.rmtree(store.root / "out")
+            store.clear("out")
             split(checkpoint, URL, tp=2, cache_dir=tmp_path / "other")
 
     store.before_put = late
@@ -221,18 +221,25 @@ def test_the_same_file_again_after_its_task_was_published_changes_nothing(
 def test_who_comes_late_with_a_small_file_does_not_say_complete(
     moment: str, store: StoreServer, access: Cache, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Somebody clears the place, and another task publishes there, while the file is on its way."""
+    """Somebody clears the place, and another task publishes there, while the file is on its way.
+
+    So may be another file: it comes after the place was cleared, and before it is taken.
+    """
     other = write_checkpoint(tmp_path / "other", files=2, seed=7)
     (other / "tokenizer.json").write_text('{"of": "another"}')
+    cleared = threading.Event()
 
     def late(key: str) -> None:
+        if key == "out/rank-01-of-02/config.json" and moment == "tokenizer.json":
+            cleared.wait(5)
         if key.removeprefix("out/").startswith(moment):
             store.before_put = None
-            shutil.rmtree(store.root / "out")
+            store.clear("out")
+            cleared.set()
             split(other, URL, tp=2, cache_dir=tmp_path / "cache of the other")
 
     store.before_put = late
-    with pytest.raises(CheckpointError, match=r"marked as unfinished|of another command"):
+    with pytest.raises(CheckpointError, match=r"marked as unfinished|of another command|by another run"):
         split(checkpoint, URL, tp=2, **access, part=Share(0, 1))
     assert state(store, tmp_path) == "unfinished"
     split(other, URL, tp=2, **access)

@@ -101,6 +101,11 @@ class StoreServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def clear(self, place: str) -> None:
+        """Remove what is at a place, while others may still write there."""
+        while (self.root / place).exists():
+            shutil.rmtree(self.root / place, ignore_errors=True)
+
     def fetched(self, ending: str = ".safetensors") -> int:
         """The bytes of weights that were asked for since the last call."""
         ranges = [r.range for r in self.requests if r.method == "GET" and r.path.endswith(ending)]

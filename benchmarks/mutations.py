@@ -182,7 +182,7 @@ MUTATIONS = (
     Mutation("reshard", "loads[least] += sizes[number] + 1", "loads[least] += 1",
              ("tests/publishing/test_launcher.py",)),
     Mutation("reshard", "== uploaded.etag}", "is not None}", BUCKETS),
-    Mutation("reshard", "etag_of(answer) or etag_of(meta)", "etag_of(meta)", ORDERS),
+    Mutation("reshard", "if there is None or (etag is not None", "if there is not None and (etag is not None", ORDERS),
     Mutation("reshard", "if content is not None and isinstance(error, PublishedError):",
              "if isinstance(error, PublishedError):", ORDERS),
     Mutation("reshard", "{key for key in objects if key.startswith(JOURNAL)} - mine", "set()", ORDERS),

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.formats.errors import ReshardError
+from reshard.formats.notation.architecture import ROOT
 from reshard.formats.notation.architecture_files import (
     HEADS,
     built_in_architectures,
@@ -270,11 +271,16 @@ def free_type(config: Any, section: str) -> str:
 
 
 def as_read(found: Iterable[Saved]) -> Iterator[Build]:
-    """The checkpoints bound to the rules of their type, without those that do not fit them."""
+    """The checkpoints bound to the rules of their type, without those that do not fit them, and those in which a rule
+    for all of a tower covers names that the first checkpoint has with a root.
+    """
     bound = list[tuple[Saved, Model]]()
     for each in found:
         with suppress(ReshardError):
-            bound.append((each, bind(find_architecture(each.config, Path()), each.config, each.tensors)))
+            model = bind(find_architecture(each.config, Path()), each.config, each.tensors)
+            first = bound[0][1].used_templates if bound else ()
+            if not any(line.endswith("*") and ROOT + line in first for line in model.used_templates):
+                bound.append((each, model))
     builds = [
         {dotted(own_name(tensor, model)) for tensor in model.tensors if tensor.name in each.towers}
         for each, model in bound

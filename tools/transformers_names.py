@@ -12,7 +12,7 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +22,12 @@ import transformers
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
-from reshard.formats.notation.components import components
+from reshard.formats.notation.components import component_names, components, whole
 from reshard.formats.notation.format import Rules, Types, lines_of_types
 from reshard.formats.notation.format_file import PROGRAMS, format_of
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Kind, Model
+from reshard.model.model import AxisSizes, FullTensor, Kind, Model
 from reshard.placement.arrangement import arrangement_of
 from tools.tables import by_reason, text_of
 
@@ -86,7 +86,8 @@ def observe(model_type: str, built: Any) -> Observed:
         conversions = _Conversions(built, own)
         found = list(conversions.lines(model))
         packed = {own[source][0] for target, line in found for source in line.get("packed", ())}
-        lines = list(merged([(target, _public(line)) for target, line in found], packed))
+        parts = {line["from"][0] for _, line in found if "packed" in line}
+        lines = list(merged([(target, _public(line)) for target, line in found], packed, parts))
         lines += conversions.of_absent(model, lines, {target for target, _ in found})
         lines += _tied(built, lines)
         there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
@@ -154,6 +155,7 @@ class _Conversions:
         from transformers.core_model_loading import dot_natural_key
 
         groups: dict[str, tuple[Any, dict[str, str]]] = {}
+        self._sizes = AxisSizes(model.architecture, model.config, {})
         for tensor in sorted(model.tensors, key=lambda tensor: dot_natural_key(tensor.name)):
             target, pattern = self._renamed(tensor.name)
             if pattern is None:
@@ -197,27 +199,49 @@ class _Conversions:
             case [("MergeModulelist", 0)] | [("MergeModulelist", 0), ("Concatenate", 1)]:
                 first = {names[name]: name for name in reversed(sources)}
                 yield targets[0], self._line(targets[0], [first[pattern] for pattern in order if pattern in first], ())
-            case [("Concatenate", 0)]:
-                yield targets[0], self._line(targets[0], sources, ())
-            case [("Chunk", 0)] if len(sources) == 1:
-                yield from self._apart(sources[0], [*found])
+            case [("Concatenate", dim)] if self._are_sized(sources):
+                line = self._line(targets[0], sources, ())
+                if dim or self._own[sources[0]][1].rule.arrow is not None:
+                    line["dim"] = dim
+                yield targets[0], line
+            case [("PermuteForRope", None)] if len(sources) == 1:
+                yield targets[0], self._line(targets[0], sources, ()) | {"halves": self._last_factor(sources[0])}
+            case _ if len(sources) == 1 and self._takes_apart(operations):
+                turned = getattr(entry.operations[-1], "permute_layer_names", ())
+                yield from self._apart(sources[0], [*found], turned)
             case [("Transpose", None)]:
                 yield targets[0], self._line(targets[0], sources, ("output_first",))
             case _:
                 words = ", ".join(name for name, _ in operations)
                 raise NotExpressibleError(f"'{sources[0]}' goes through {words} in transformers")
 
-    def _apart(self, source: str, targets: Sequence[str]) -> Iterator[tuple[str, Line]]:
-        """A packed tensor, the components of which transformers has as tensors of their own."""
+    def _are_sized(self, sources: Iterable[str]) -> bool:
+        """Whether config.json gives the sizes of tensors that are joined: they are the only way to part them again."""
+        known, kinds = self._sizes.of({}).keys(), [self._own[name][1] for name in sources]
+        return all(not kind.template.endswith("*") and kind.rule.axes <= known for kind in kinds)
+
+    def _takes_apart(self, operations: Sequence[tuple[str, int | None]]) -> bool:
+        """Whether a tensor becomes the components that its rule has."""
+        names = [name for name, _ in operations if name != "PermuteForRope"]
+        return names in (["Chunk"], ["Split"])
+
+    def _last_factor(self, source: str) -> str:
+        """The last axis of a tensor's output, within which positions rotate."""
+        rule = self._own[source][1].rule
+        part = (components(rule) or (whole(rule),))[0]
+        return str(part.factors[part.counts[0] - 1].axis)
+
+    def _apart(self, source: str, targets: Sequence[str], turned: Sequence[str]) -> Iterator[tuple[str, Line]]:
+        """A packed tensor, the components of which transformers has as tensors of their own. ``turned`` has words in
+        the names of those in which the pairs of each head lie as halves.
+        """
         template, kind = self._own[source]
         parts = components(kind.rule)
         if len(parts) != len(targets):
             raise NotExpressibleError(f"'{source}' goes apart into {len(targets)} tensors in transformers")
-        module, _, leaf = template.rpartition(".")
-        parent = module.rpartition(".")[0]
-        for part, target in zip(parts, targets, strict=True):
-            own = f"{parent}.{part.label}_proj.{leaf}"
-            yield target, {"from": [own], "to": generalized(target, source, template), "packed": [source]}
+        for own, target in zip(component_names(template, kind.rule)[1], targets, strict=True):
+            halves = {"halves": self._last_factor(source)} if any(word in target for word in turned) else {}
+            yield target, {"from": [own], "to": generalized(target, source, template), "packed": [source], **halves}
 
     def _line(self, target: str, sources: Sequence[str], options: Sequence[str]) -> Line:
         templates = [self._own[name][0] for name in sources]
@@ -248,8 +272,10 @@ def _aligned(source: str, template: str) -> str:
     return ".".join(["", *[value if index.startswith("{") else "" for value, index in ends][::-1], ""])
 
 
-def merged(lines: Iterable[tuple[str, Line]], packed: set[str]) -> Iterator[Line]:
-    """One line for tensors that differ in indices, with prefixes in the place of many names."""
+def merged(lines: Iterable[tuple[str, Line]], packed: set[str], parts: Container[str] = ()) -> Iterator[Line]:
+    """One line for tensors that differ in indices, with prefixes in the place of many names, and one for each of the
+    ``parts`` of ``packed`` tensors.
+    """
     found: dict[tuple[str, ...], Line] = {}
     for _, line in lines:
         key = (*line["from"],)
@@ -260,7 +286,7 @@ def merged(lines: Iterable[tuple[str, Line]], packed: set[str]) -> Iterator[Line
     prefixes = dict(sorted(_prefixes(plain, packed), key=lambda pair: -len(pair[0])))
     for line in found.values():
         source = line["from"][0]
-        if source not in plain or _replaced(source, prefixes) != line["to"]:
+        if source not in plain or source in parts or _replaced(source, prefixes) != line["to"]:
             yield line
     for prefix, new in prefixes.items():
         yield {"from": [f"{prefix}**"], "to": f"{new}**"}
@@ -288,7 +314,7 @@ def _prefixes(plain: Mapping[str, str], packed: set[str]) -> Iterator[tuple[str,
         covered = [source for source in plain if source.startswith(prefix)]
         right = [source for source in covered if plain[source] == new + source[len(prefix) :]]
         better = [source for source in right if _replaced(source, taken) != plain[source]]
-        is_free = not any(name.startswith(prefix) for name in packed)
+        is_free = not any(_INDEX.sub("{}", name).startswith(_INDEX.sub("{}", prefix)) for name in packed)
         if is_free and len(better) >= _LEAST and 2 * len(right) > len(covered):
             taken = {prefix: new, **taken}
             yield prefix, new

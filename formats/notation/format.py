@@ -142,8 +142,9 @@ class Line:
     ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
     source or one for all, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs
     are stored as halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of
-    every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``ones`` are the positions
-    of dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
+    every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``dim`` is the dimension
+    along which they are joined, if it is not their output (matrices in a stack). ``ones`` are the positions of
+    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
     place), or its other names on the stages ``first`` and ``last`` of a pipeline.
@@ -161,6 +162,7 @@ class Line:
     pairs: tuple[str, ...] = ()
     halves: tuple[str, ...] = ()
     by: str | None = None
+    dim: int | None = None
     ones: tuple[int, ...] | None = None
     cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None

@@ -8,7 +8,7 @@ module has one tensor ``experts.gate_up_proj``, or a packed tensor where modules
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,13 +85,13 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     joined: dict[tuple[int, str, bool], dict[int, tuple[Use, SourcePart, Shapes]]] = defaultdict(dict)
     for template, rules_of in base.tensors.items():
         shapes = tuple(shapes_in(rules_of))
+        yield from _below(template, shapes, rules, base)
         for candidates in ([(template, SourcePart(template), shapes)], [*_components(template, *shapes[0])]):
             covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
             if candidates and all(covering):
                 break
         else:
             yield ModuleTensor(template, (SourcePart(template),), shapes)
-            yield from _below(template, shapes, rules)
             continue
         for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
             joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
@@ -103,11 +103,11 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
             yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
 
 
-def _below(template: str, shapes: Shapes, rules: Rules) -> Iterator[ModuleTensor]:
-    """The tensors of an open line for which there are lines of their own."""
+def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> Iterator[ModuleTensor]:
+    """The tensors of an open line of the architecture for which the rules alone have lines of their own."""
     for line in rules.lines if template.endswith("*") else ():
         names = [pattern.text.replace("**", "*") for pattern in (line.target, *line.sources)]
-        if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] != template:
+        if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] not in base.tensors:
             yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes)
 
 
@@ -136,7 +136,7 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
         if use.line.output_first and shape_of.arrow is not None:
             shape_of = Shape((*shape_of.dims[:-2], shape_of.dims[-1], shape_of.dims[-2]))
         if len(shapes) > 1:
-            at = shape_of.output_dim if shape_of.output_dim is not None else 0
+            at = (shape_of.output_dim or 0) if use.line.dim is None else use.line.dim
             dims = [shape.dims[at] for shape in shapes]
             sum_of = Dim(tuple(Summand((dim,), f"part{place}") for place, dim in enumerate(dims)))
             shape_of = Shape((*shape_of.dims[:at], sum_of, *shape_of.dims[at + 1 :]), shape_of.arrow)
@@ -144,6 +144,11 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
             arrow = None if shape_of.arrow is None else shape_of.arrow + 1
             shape_of = Shape((Dim((Summand((use.stacked,)),)), *shape_of.dims), arrow)
         yield shape_of, alternatives[0][1]
+
+
+def _forms(name: str) -> tuple[str, str]:
+    """A name, and the same with the root or without it."""
+    return name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
 
 
 class Spellings:
@@ -155,16 +160,20 @@ class Spellings:
         self._architecture, self._tensors = architecture, [*module_tensors(architecture, config)]
         format = format_of("transformers").of(config)
         self._of_types, self._published = format.rules, in_published().of(config).rules
+        self.refusal = format.types.refused.get(format.types.name_of(config))
+        """The reason for which names in modules are not known; None if they are, or if transformers lacks the type."""
         self._of_form: dict[Hashable, list[str] | None] = {}
         is_bare = head_of(config) == NO_HEAD and class_of(config) not in format.types.classes
-        self._is_known = not is_bare and bool(self._of_types.lines or self._published.lines)
+        is_observed = class_of(config) in format.types.classes and self.refusal is None
+        self._is_known = not is_bare and (is_observed or bool(self._of_types.lines or self._published.lines))
 
     @cached_property
     def _joined(self) -> frozenset[str]:
         """Tensors that modules make of several, or of a part of one: their names, and the architecture's lines."""
         names = {tensor.name for tensor in self._tensors if not tensor.is_whole}
         matches = map(self._architecture.match, map(with_first_indices, names))
-        return frozenset({*names, *(match.template for match in matches if match is not None)})
+        lines = {match.template for match in matches if match is not None}
+        return frozenset({*names, *(line for line in lines if not line.endswith("*"))})
 
     def is_joined(self, name: str) -> bool:
         """Whether modules make this tensor of several, or of a part of one."""
@@ -196,6 +205,7 @@ class Spellings:
         match = self._architecture.match(name)
         if match is not None and match.template.endswith("*"):
             name = self._architecture.stated(name)  # with the root that the line has
+        name = next((form for form in _forms(name) if self.in_modules(form) not in {form, None}), name)
         spelled, (module, _, leaf) = self.in_modules(name), name.rpartition(".")
         if spelled is None and match is None and leaf != "weight" and self._architecture.match(f"{module}.weight"):
             return self.tensor(f"{module}.weight"), leaf  # it belongs to a weight
@@ -224,8 +234,7 @@ class Spellings:
         is_own = match is not None and not match.template.endswith("*")
         if is_own or (use is not None and len(use.line.sources[use.source].text) > len(stem)):
             return None
-        forms = name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
-        spelled = next((form for form in forms if form.startswith(stem[:-1])), None)
+        spelled = next((form for form in _forms(name) if form.startswith(stem[:-1])), None)
         return None if spelled is None else (spelled, source[:-1] + spelled.removeprefix(stem[:-1]))
 
     def published(self, name: str) -> str | None:
@@ -243,13 +252,30 @@ class Spellings:
 
     def _published_name(self, name: str) -> str | None:
         module, _, leaf = name.rpartition(".")
-        name = (self._of_module(name) or (name, name))[1]
         if not self._is_known or self.is_joined(name):
+            return None
+        name = (self._of_module(name) or (name, name))[1]
+        if self.is_joined(name):
             return None
         if (match := self._architecture.match(name)) is not None:
             return self._by_lines(self._published, name, match)
         of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
+
+    def second_names(self, names: Collection[str]) -> dict[str, str]:
+        """The names of tensors that modules hold under a second name, each with that of the first."""
+        found, tensors = dict[str, str](), dict[Hashable, str]()
+        for line in self._of_types.lines if self._is_known else ():
+            forms = _forms(line.target.text) if line.also else ()
+            if second := next((form for form in forms if form in names), None):
+                tensors = tensors or {self.tensor(name): name for name in names if not numbers_in(name)}
+                if (first := tensors.get(self.tensor(line.sources[0].text), second)) != second:
+                    found[second] = first
+        for second, first in found.items():
+            while found.get(first, second) != second:
+                first = found[first]
+            found[second] = first
+        return found
 
     def only(self, names: str) -> Callable[[str], str | None]:
         """A spelling that knows only names that are ``published``, or those of ``modules``."""
@@ -257,10 +283,17 @@ class Spellings:
         return lambda name: name if spell(name) == name else None
 
     def are_of_modules(self, names: Iterable[str]) -> bool:
-        """Whether tensors have the names that transformers' modules have, and not the published ones."""
+        """Whether tensors have the names that transformers' modules have, and not the published ones: most of them, or
+        with another root.
+        """
         if not self._is_known:
             return any(map(self.is_joined, names))
-        return sum((self.in_modules(name) == name) - (self.published(name) == name) for name in names) > 0
+        exact, rooted = 0, 0
+        for name in names:
+            of_modules, published, forms = self.in_modules(name), self.published(name), _forms(name)
+            exact += (of_modules == name) - (published == name)
+            rooted += (of_modules in forms) - (published in forms)
+        return (exact or rooted) > 0
 
     def is_apart(self, name: str) -> bool:
         """Whether a tensor is one of several that modules have as one, or has parts that they have."""
@@ -280,4 +313,5 @@ class Spellings:
         """A name, in whatever prefix, as lines spell it."""
         use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
         target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
-        return filled(target, {**{f"number{place}": number for place, number in numbers}, **match.indices})
+        known = {**self._architecture.indices_in(name), **match.indices}
+        return filled(target, {**{f"number{place}": number for place, number in numbers}, **known})

@@ -20,7 +20,7 @@ from reshard.placement.program_plan import plan_for
 from reshard.source.source import UNSPLIT
 from reshard.system import Share, Taken, default
 from reshard.transforms.opening import open_any, open_converted
-from reshard.writing.output import Output
+from reshard.writing.output import Output, published_names
 from reshard.writing.request import WriteRequest, start
 from reshard.writing.rewrite import rewrite
 from reshard.writing.summary import Summary
@@ -98,6 +98,7 @@ def merge(request: WriteRequest) -> Summary:
     checkpoint, record = None if opened.was_split else opened.checkpoint, opened.record
     is_full = checkpoint is not None and bool(checkpoint.records) and not record.is_wrapped
     is_full &= request.names in {SOURCE_NAMES, record.names or PUBLISHED}
+    is_full &= request.names != PUBLISHED or not published_names(opened.model, opened.path)
     is_chosen = not isinstance(request.source, StoredPath) and Path(request.source).is_file()  # of several sets
     is_mended = checkpoint is not None and checkpoint.note is not None  # its index, or copies
     if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended or opened.was_adapted):

@@ -42,7 +42,6 @@ from reshard.formats.files.safetensors import (
     tensor_bytes,
     unit_of,
 )
-from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.mesh.plan import make_plan
 from reshard.model.naming import spelled_alike
@@ -70,7 +69,7 @@ def write_delta(
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
         require_zstd()
-    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)
+    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, names=None)
     sums, begun = TensorSums(), dict[str, tuple[PartialSum, PartialSum]]()
     sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
     sizes |= {second: sizes[first] for second, first in b.aliases.items()}

@@ -67,6 +67,18 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
     return [shape for rule in rules for shape in rule.shapes]
 
 
+def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
+    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied."""
+    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
+    return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
+
+
+def may_be_tied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
+    """Whether the model of a config has tied tensors, by the config or its type."""
+    return bool(_stated_ties(architecture, config))
+
+
 def tied_twice(
     architecture: Architecture,
     config: Mapping[str, Any],
@@ -80,9 +92,7 @@ def tied_twice(
     The default is that of the model type. If the model within says otherwise, the content tells: ``are_same``. A tensor
     of another dtype or shape is one of its own.
     """
-    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
-    stated = {settings.get("tie_word_embeddings") for settings in sources} - {None}
-    if True not in stated or config.get("tie_word_embeddings") is False:
+    if not (stated := _stated_ties(architecture, config)):
         return {}
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})
@@ -234,6 +244,8 @@ def _group_of(
     if match is None:
         return None
     rule = sizes.holds(match)
+    if rule is None and match.template.endswith("*"):
+        return None
     if rule is None:
         raise PlanError(f"{tensor.where}: tensor '{tensor.name}': no condition of the rule '{match.template}' holds")
     on_disk = tensor.local if tensor.shape is None else tensor.shape

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +31,9 @@ _OF_OPTIMIZER = re.compile(
     r"(?:optim|optimizer|optimizers|(?:max_)?exp_avg|momentum|master|fp32|grad|grads|gradients)(?:_.*)?"
 )
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
+_OF_TRAINER = re.compile(
+    r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader"
+)
 
 
 class ChoiceError(CheckpointError):
@@ -68,6 +71,21 @@ class Naming:
         """
         names = {at: name for name, at in self.known.items()}
         return ((names.get(name, name), each) for name, each in stored.items() if not self.is_other(name))
+
+    def without_strangers(self, names: Mapping[str, str]) -> Naming:
+        """The same, with what a trainer keeps beside the model among the other sets (``rng``, ``optim.state.…``).
+
+        ``names`` are as in ``name_all``. Any other tensor that is not known stays one of the model's.
+        """
+        known, strangers = {*self.known.values()}, defaultdict[str, set[str]](set)
+        for stored, name in names.items():
+            top = name.partition(".")[0]
+            is_counter = self.beginning.startswith(f"{top}.") and _role(top) == "average"  # of an average: ema_params.n
+            is_trainers = is_counter or _role(top) == "optimizer" or _OF_TRAINER.fullmatch(top) is not None
+            is_behind = bool(self.beginning) and name.startswith(self.beginning)
+            if is_trainers and not is_behind and stored not in known and not self.is_other(stored):
+                strangers[top].add(stored)
+        return replace(self, others={**self.others, **{top: frozenset(own) for top, own in strangers.items()}})
 
     def is_other(self, stored: str) -> bool:
         """Whether a stored name belongs to a tensor of another set."""

@@ -50,7 +50,8 @@ class Arrangement:
 
     ``stored`` has the program's tensors, ``placed`` says where each atom is, ``copies`` has the tensors that are stored
     a second time: by the format, or by ``twice``, which has the tensor of each second name. ``chunks`` has the chunks
-    of each stored tensor, if the format has any; then the numbers of files stand for ranks.
+    of each stored tensor, if the format has any; then the numbers of files stand for ranks. Tensors that keep their
+    names have those among ``names``, if they are there.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Arrangement:
         format: Format,
         chunks: Chunks | None,
         twice: Mapping[str, str],
+        names: Mapping[str, str] = {},
     ) -> None:
-        format = format.of(plan.model.config)
+        format, self._names = format.of(plan.model.config), names
         self.plan, self.parts, self.format, self.chunks, self.twice = plan, parts, format, chunks, twice
         self.ranks = plan.mesh.size
         if chunks is not None:
@@ -114,7 +116,7 @@ class Arrangement:
                     layouts = (self._layout(kind, self.parts[kind][0], None, self.plan),)
                     geometries[kind] = Geometry(self.parts[kind], layouts, False), self._stated(kind)
                 geometry, stated = geometries[kind]
-                yield Stored(name, kind.dtype, geometry, (Atom(name),), stated=stated)
+                yield Stored(self._names.get(name, name), kind.dtype, geometry, (Atom(name),), stated=stated)
             return
         parts_of: dict[str, dict[tuple[int, int], _StoredAtom]] = {}
         for tensor in self.plan.model.tensors:
@@ -134,8 +136,9 @@ class Arrangement:
             at = {**at, portion.component.index: index}
         place = at[portion.stacked] if portion.stacked is not None else 0
         if target is not None:
-            if "{number" in target:
-                at = {**at, **{f"number{i}": number for i, number in enumerate(numbers_in(name))}}
+            if tensor.kind.template.endswith("*"):
+                numbers = {f"number{i}": number for i, number in enumerate(numbers_in(name))}
+                at = {**numbers, **self.plan.model.architecture.indices_in(name), **at}
             for layers, end in self._ends.items():  # layers behind the last are called otherwise
                 words = layers.old.match(target)
                 if words is not None and at.get(layers.index, -1) >= end:
@@ -145,6 +148,7 @@ class Arrangement:
                     at = {**at, layers.new_index: at[layers.index] - end}
                     break
             name = filled(target, at)
+        name = self._names.get(name, name) if target is None else name
         return (
             name,
             place,
@@ -308,9 +312,14 @@ class Arrangement:
 
 
 def arrangement_of(
-    plan: Plan, format: Format, chunks: Chunks | None = None, twice: Mapping[str, str] = {}
+    plan: Plan,
+    format: Format,
+    chunks: Chunks | None = None,
+    twice: Mapping[str, str] = {},
+    names: Mapping[str, str] = {},
 ) -> Arrangement:
-    """A plan's tensors as a format stores them; ``chunks`` are those of files that are there, ``twice`` is as there.
+    """A plan's tensors as a format stores them; ``chunks`` are those of files that are there, ``twice`` and ``names``
+    are as there.
 
     Raises PlanError for a tensor that has no place in the format, MismatchError if the chunks do not fit.
     """
@@ -321,7 +330,7 @@ def arrangement_of(
             if stored.constant is not None:
                 chunks_of = {min(chunks_of): Chunk((0,) * len(stored.constant.shape), stored.constant.shape)}
             chunks[stored.name] = chunks_of
-    return Arrangement(plan, uses_of(plan.model, format), format, chunks, twice)
+    return Arrangement(plan, uses_of(plan.model, format), format, chunks, twice, names)
 
 
 def on_mesh(plan: Plan, format: Format, twice: Mapping[str, str] = {}) -> Arrangement:

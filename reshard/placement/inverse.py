@@ -194,11 +194,14 @@ class NameInverse:
     def is_known(self, name: str) -> bool:
         """Whether the checkpoint can have a tensor of this name, or a quantized weight a companion of this name."""
         module, _, leaf = name.rpartition(".")
-        match = self._architecture.match
-        if match(name) is not None or (leaf != "weight" and match(f"{module}.weight") is not None):
+        if self._is_covered(name) or (leaf != "weight" and self._is_covered(f"{module}.weight")):
             return True
         try:
             belonging = self._sizes.scheme.companion(name)
         except PlanError:  # of a method that cannot be split: whoever binds it says so
             return True
-        return belonging is not None and match(belonging.weight) is not None
+        return belonging is not None and self._is_covered(belonging.weight)
+
+    def _is_covered(self, name: str) -> bool:
+        match = self._architecture.match(name)
+        return match is not None and not (match.template.endswith("*") and self._sizes.holds(match) is None)

@@ -203,6 +203,7 @@ class _FormatOnKinds:
         if line.output_first and component.arrow is not None:
             dims[-2:] = [dims[-1], dims[-2]]
         joined = len(dims) - 1 if component.arrow is not None and not line.output_first and len(dims) > 1 else 0
+        joined = joined if line.dim is None else line.dim
         order = [factor for dim in dims for factor in component.of_dim(dim)]
         if component.pair is not None:
             at = order.index(component.pair)

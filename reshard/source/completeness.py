@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from reshard.formats.errors import CheckpointError, MismatchError, NotationError
 from reshard.formats.files.chunks import check_tiling
 from reshard.formats.files.safetensors import TensorInfo
-from reshard.formats.notation.architecture import SETTINGS, LineNames, Match, filled
+from reshard.formats.notation.architecture import ROOT, SETTINGS, LineNames, Match, filled
 from reshard.formats.notation.architecture_files import built_in_file, language_model
 from reshard.formats.notation.heads import TOKENS, class_of, head_of, is_headless
 from reshard.formats.quantization.companions import is_of_activations
@@ -254,7 +254,8 @@ def check_complete(model: Model, where: FilePath) -> tuple[str, ...]:
     if model.architecture.partial:
         return ()
     present = Present(model)
-    if gone := [] if present.is_draft else sorted(tower for tower in present.towers if not present.has(tower)):
+    wanted = () if present.is_draft else sorted(present.towers)
+    if gone := [name for name in wanted if not any(map(present.has, {name, name.removeprefix(ROOT), ROOT + name}))]:
         name = (model.config.get("architectures") or [""])[0]
         raise CheckpointError(
             f"{where}: no tensor of '{present.spelled(gone[0])}' is there, which the class '{name}' of config.json has",
@@ -355,7 +356,7 @@ class Present:
             if tensor.kind in line_of:
                 line_of[tensor.kind].setdefault(tensor.at, []).append(tensor)
             elif tensor.template.endswith("*") and "{" not in tensor.template:
-                line, indices = names.find(tensor.name) or ("", {})
+                line, indices = names.find(tensor.name) or names.find(ROOT + tensor.name) or ("", {})
                 if line:
                     self.lines.setdefault(line, {}).setdefault(tuple(indices.values()), []).append(tensor)
                 else:

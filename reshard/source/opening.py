@@ -30,7 +30,7 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
 from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
-from reshard.model.binding import bind, lines_for, tied_twice
+from reshard.model.binding import bind, lines_for, may_be_tied, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
 from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
@@ -178,14 +178,15 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
     naming: Naming | None = None
     may_be_spelled = adapted is None and not is_adapter
     try:
-        try:
-            if folder.beginning is not None or any(map(has_wrappers, checkpoint.tensors)):
-                naming = _naming(folder, architecture, checkpoint)
-            model, twice = _bound(folder, architecture, config, tensors)
-        except NoRuleError:
-            naming = _naming(folder, architecture, checkpoint) if may_be_spelled else None
-            if naming is None:
-                raise
+        if folder.beginning is not None or any(map(has_wrappers, checkpoint.tensors)):
+            naming = _naming(folder, architecture, checkpoint)
+        if naming is None:
+            try:
+                model, twice = _bound(folder, architecture, config, tensors)
+            except NoRuleError:
+                naming = _naming(folder, architecture, checkpoint) if may_be_spelled else None
+                if naming is None:
+                    raise
         if naming is not None:
             checkpoint = _renamed(checkpoint, naming)
             tensors = _with_aliases(checkpoint)
@@ -218,7 +219,14 @@ def _bound(
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
     full = _full_tensors(tensors)
-    twice = tied_twice(architecture, config, full, lambda name, first: look_alike(tensors[name], tensors[first]))
+
+    def are_same(name: str, first: str) -> bool:
+        return look_alike(tensors[name], tensors[first])
+
+    tied = may_be_tied(architecture, config)
+    seconds = Spellings(architecture, config).second_names(tensors) if tied else {}
+    again = {second: first for second, first in seconds.items() if are_same(second, first)}
+    twice = tied_twice(architecture, config, full, are_same, again)
     full = [tensor for tensor in full if tensor.name not in twice]
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 
@@ -237,7 +245,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
 
     if folder.beginning is None and not known_forms(names.values(), spell) and not are_states(names.values()):
         return None
-    naming = name_all(checkpoint.path, names, spell, folder.beginning)
+    naming = name_all(checkpoint.path, names, spell, folder.beginning).without_strangers(names)
     return naming if naming.note is not None or naming.left_behind else None
 
 

@@ -264,7 +264,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
             spell = _as_in(known, format, spell) if known is not None else spell
             ranks = ranks if folder.lora is None else tuple(map(folder.lora.of_file, ranks))
             stored = {name: without_wrappers(name) for tensors in ranks for name in tensors}
-            naming = name_all(folder.path, stored, spell, folder.beginning)
+            naming = name_all(folder.path, stored, spell, folder.beginning).without_strangers(stored)
             ranks = tuple({new: info._replace(name=new) for new, info in naming.of(tensors)} for tensors in ranks)
             chunks = dict(naming.of(chunks)) if chunks is not None else None
             beside = naming.left_behind

@@ -33,7 +33,6 @@ from reshard.formats.files.safetensors import (
     parse_header,
     tensor_bytes,
 )
-from reshard.formats.notation.format import PUBLISHED
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.numbers import sums
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
@@ -342,7 +341,7 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
     if checkpoint is not None and checkpoint.records and not checkpoint.renamed and not source.format.modules:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
-    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=PUBLISHED)
+    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=None)
     return [
         SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in merged.files
     ], documents_of(merged).general

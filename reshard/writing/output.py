@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.formats.errors import PlanError
+from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from reshard.formats.files.chunks import chunks_metadata
 from reshard.formats.files.containers import CHUNKS, SAFETENSORS, Around, container_of
@@ -51,6 +51,24 @@ def _is_in_modules(model: Model, where: FilePath) -> bool:
     return False
 
 
+def published_names(model: Model, where: FilePath) -> dict[str, str]:
+    """The published names of tensors that have other ones, by all lines of the model's type.
+
+    Raises CheckpointError if they are not known, and for a tensor that is several in published checkpoints.
+    """
+    with suppress(PlanError):
+        spellings = Spellings(find_architecture(model.config, where), model.config)
+        why = spellings.refusal
+        if joined := next((kind.name for kind in model.kinds if spellings.is_joined(kind.name)), None):
+            why = f"'{joined}' is a tensor of transformers' modules, and not all names here can be read as theirs"
+        if why is not None:
+            raise CheckpointError(f"{where}: {why}", "leave out --names: the names stay")
+        if not all(spellings.published(kind.name) in {kind.name, None} for kind in model.kinds):
+            published = ((tensor.name, spellings.published(tensor.name)) for tensor in model.tensors)
+            return {name: found for name, found in published if found is not None and found != name}
+    return {}
+
+
 class Output:
     """A source in a format, as it is written: an arrangement of its model, divided into files."""
 
@@ -63,33 +81,34 @@ class Output:
         *,
         ranks: Sequence[int] | None = None,
         added_to: Path | None = None,
-        names: str = SOURCE_NAMES,
+        names: str | None = SOURCE_NAMES,
         state: Affix | None = None,
         written: Counter[int] | None = None,
     ) -> None:
         """The folders of ``ranks`` are all of an output, or are ``added_to`` those in a folder.
 
         Without ``max_shard_size`` a full checkpoint is the original's files again, if the source knows them and they
-        have the ``names`` that are asked for: ``source``, ``published`` or ``modules``. ``state`` is the kind of states
-        that are written, of which ``written`` files of each rank are there.
+        have the ``names`` that are asked for: ``source``, ``published`` or ``modules``; with None, the model's own.
+        ``state`` is the kind of states that are written, of which ``written`` files of each rank are there.
         """
         self.source, self.plan, self.format = source, plan, format
         record, is_full = source.record, format is HUGGING_FACE
-        wanted = record.names if names == SOURCE_NAMES else MODULES if names == MODULES else None
-        is_spelled_so = record.names == wanted and not (
+        wanted = (record.names or PUBLISHED) if names == SOURCE_NAMES else names or PUBLISHED
+        is_spelled_so = (record.names or PUBLISHED) == wanted and not (
             record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
         )
-        self.is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so
+        renamed = published_names(plan.model, source.path) if is_full and names == PUBLISHED else {}
+        self.is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so and not renamed
         is_spelled = is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path)
         spelled = in_modules(format) if is_spelled else format
         # a loader asks for each name that was saved
-        is_run = source.checkpoint is None and names == PUBLISHED  # whose second names are the trainer's
+        is_run = source.checkpoint is None and names in {PUBLISHED, None}  # whose second names are the trainer's
         is_named = format.files.is_distributed and format.rules.keep and not is_run
         twice = source.twice if state is not None else source.aliases
         if not is_named:
             restored = {name for file in source.record.files for name in file.tensors} if self.is_restored else ()
             twice = {second: first for second, first in twice.items() if second in restored}
-        self.arrangement = arrangement_of(plan, spelled, twice=twice)
+        self.arrangement = arrangement_of(plan, spelled, twice=twice, names=renamed)
         self.ranks = range(plan.mesh.size) if ranks is None else ranks
         """The ranks that are written."""
         self.max_shard_size, self.added_to = max_shard_size or DEFAULT_SHARD_SIZE, added_to

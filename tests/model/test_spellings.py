@@ -14,23 +14,27 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import reshard
+from benchmarks.spellings import LORA, SPELLINGS, check
 from reshard.formats.errors import ReshardError
-from reshard.formats.notation.architecture_files import find_architecture
-from reshard.formats.notation.spellings import Spellings
+from reshard.formats.notation.architecture import with_first_indices
+from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
+from reshard.formats.notation.spellings import Spellings, module_tensors
 from tests import store, zoo
-from tests.marks import one_of_each
+from tests.marks import one_of_each, thorough
 from tests.support import command
 
 State = dict[str, torch.Tensor]
 
 NOT_READ = {
-    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "hrm_text", "hunyuan_vl", "inkling2",
-    "inkling2_text", "inkling_mm_model", "mistral_large4", "molmo2", "nemo_speechlm", "nemotron_h_omni", "qianfan_ocr",
-    "step3p7", "unlimited_ocr", "diffusion_gemma", "gpt_neox-tied",
-}  # fmt: skip
-"""Operations of transformers that its table has not (Interleave, Split, PermuteForRope, a tensor that goes apart), or
-one tensor under two names: of a tied head that is published under another name, or two lines of one name.
-"""
+    "ernie4_5_vl_moe",
+    "inkling2",
+    "inkling2_text",
+    "inkling_mm_model",
+    "molmo2",
+    "qianfan_ocr",
+    "diffusion_gemma",
+}
+"""Operations of transformers that its table has not (Interleave, experts of two kinds), or two lines of one name."""
 PACKED_OTHERWISE = {"qwen4_exp", "qwen4_exp_text", "esm"}
 """They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
 tower: diff does not take these for the same yet.
@@ -153,10 +157,20 @@ def names_and_values(folder: Path) -> dict[str, bytes]:
 
 
 NO_PLACE = {
-    "deepseek_ocr2", "unlimited_ocr", "dots3_note", "ernie4_5_vl_moe", "diffusion_gemma", "hrm_text", "hunyuan_vl",
-    "inkling_mm_model", "inkling2_text", "inkling2", "mistral_large4", "molmo2", "qianfan_ocr", "nemotron_h_omni",
-    "nemo_speechlm", "step3p7", "esm", "esm-absolute", "qwen4_exp_text", "qwen4_exp", "zamba", "zamba2",
-}  # fmt: skip
+    "qianfan_ocr",
+    "molmo2",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "ernie4_5_vl_moe",
+    "diffusion_gemma",
+    "inkling_mm_model",
+    "inkling2_text",
+    "inkling2",
+    "esm",
+    "esm-absolute",
+    "zamba",
+    "zamba2",
+}
 """Operations of transformers that its table has not, or modules with more than checkpoints."""
 TIED_OTHERWISE = {"mbart", "mt5", "nomic_bert"}
 """A tied head that is published once more, or tables that are tied although config.json does not say so."""
@@ -250,6 +264,70 @@ def test_the_name_of_a_module_is_its_own_spelling(name: str) -> None:
     assert {key: other for key, other in spelled.items() if other != key} == {}
 
 
+HELD_TWICE = {"jina_embeddings_v3"}
+"""Its class holds a bias twice, although config.json does not say that tables are tied."""
+
+
+@pytest.mark.parametrize("name", some({"llama", "gemma3"}, (), [*zoo.ZOO][::10]))
+def test_every_spelling_comes_back_as_published(name: str) -> None:
+    found = check(name, [(spelling, "plain") for spelling in SPELLINGS])
+    assert not [str(one) for one in found if one.verdict == "wrong"]
+    others = [one for one in found if one.verdict != "right" and (one.verdict, name in HELD_TWICE) != ("names", True)]
+    assert {(one.spelling, "in a part of the model without rules" in one.why) for one in others} <= {(LORA, True)}
+
+
+SPELLED_TWICE = {"gte", "jina_embeddings_v3", "nomic_bert"}
+"""Their architecture files have lines in the names of modules, beside the published ones."""
+
+
+@thorough
+def test_no_name_stands_for_two_tensors() -> None:
+    """A module's name that an architecture has a line for is that line's own name in modules."""
+    found = set[str]()
+    for model_type in built_in_architectures():
+        config = {"model_type": model_type}
+        architecture = find_architecture(config, "config.json")
+        tensors = [*module_tensors(architecture, config)]
+        names_of: dict[str, set[str]] = {}
+        for tensor in tensors:
+            for part in tensor.parts:
+                names_of.setdefault(part.source, set()).add(tensor.name)
+        for tensor in tensors:
+            match = architecture.match(with_first_indices(tensor.name))
+            if match is not None and not match.template.endswith("*") and tensor.name not in names_of:
+                own = match.template in {part.source for part in tensor.parts}
+                found |= set() if own or tensor.name in names_of.get(match.template, ()) else {model_type}
+    assert found == SPELLED_TWICE
+
+
+STRANGERS = {"rng": torch.ones(8, dtype=torch.uint8), "step": torch.ones(()), "optim.state.x.exp_avg": torch.ones(3)}
+
+
+def test_what_lies_beside_a_model_is_left_behind_and_said(tmp_path: Path) -> None:
+    model = store.checkpoint("llama")
+    state = load_file(model / "model.safetensors")
+    plain(below("state.model.")(state) | STRANGERS, tmp_path / "run", model)
+    done = reshard.merge(tmp_path / "run", tmp_path / "out", quiet=True)
+    assert {*done.left_behind} == {"rng", "step", "optim"}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+    plain(below("state.model.")(state) | {"vision.patches.weight": torch.ones(3, 3)}, tmp_path / "other", model)
+    with pytest.raises(ReshardError, match=r"'vision\.patches\.weight'"):
+        reshard.merge(tmp_path / "other", tmp_path / "none", quiet=True)
+
+
+def test_published_names_are_written_whatever_the_root(tmp_path: Path) -> None:
+    model = store.checkpoint("gpt2")
+    state = load_file(model / "model.safetensors")
+    plain(root_changed(state), tmp_path / "run", model)
+    reshard.merge(tmp_path / "run", tmp_path / "out", names="published", quiet=True)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys() != root_changed(state).keys()
+    with pytest.raises(ReshardError, match="there is nothing to merge"):
+        reshard.merge(tmp_path / "out", tmp_path / "none", names="published", quiet=True)
+    plain(modules_of("qwen4_exp_text"), tmp_path / "joined", store.checkpoint("qwen4_exp_text"))
+    with pytest.raises(ReshardError, match="goes through Concatenate in transformers"):
+        reshard.merge(tmp_path / "joined", tmp_path / "none", names="published", quiet=True)
+
+
 TRANSFORMS = {"--dtype": ["--dtype", "bf16"], "--quantize": ["--quantize", "fp8-block"], "average": []}
 
 
@@ -272,3 +350,14 @@ def test_what_is_computed_keeps_the_names(what: str, way: list[str], tmp_path: P
         done = command("merge", tmp_path / "ranks" if way else out, tmp_path / "published", "--names", "published")
         assert done.returncode == 0, done.stderr
         assert not any("gate_up_proj" in each for each in load_file(tmp_path / "published" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", some({"gemma3"}, (), ["internvl", "mistral3", "t5gemma2"]))
+def test_a_run_that_is_written_of_a_state_dict_is_read_again(name: str, tmp_path: Path) -> None:
+    """With the second names of tied tensors, which a state dict has."""
+    model = store.checkpoint(name)
+    plain(modules_of(name), tmp_path / "modules", model)
+    reshard.split(tmp_path / "modules", tmp_path / "run", format="dcp", quiet=True)
+    (tmp_path / "run" / "reshard.json").unlink()
+    reshard.merge(tmp_path / "run", tmp_path / "out", config=model, quiet=True)
+    assert reshard.diff(model, tmp_path / "out", quiet=True).same

@@ -31,6 +31,7 @@ _OF_OPTIMIZER = re.compile(
     r"(?:optim|optimizer|optimizers|(?:max_)?exp_avg|momentum|master|fp32|grad|grads|gradients)(?:_.*)?"
 )
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
+_OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _OF_TRAINER = re.compile(
     r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader"
 )
@@ -75,13 +76,14 @@ class Naming:
     def without_strangers(self, names: Mapping[str, str]) -> Naming:
         """The same, with what a trainer keeps beside the model among the other sets (``rng``, ``optim.state.…``).
 
-        ``names`` are as in ``name_all``. Any other tensor that is not known stays one of the model's.
+        ``names`` are as in ``name_all``. Any other tensor that is not known, and any other weight or bias, stays.
         """
         known, strangers = {*self.known.values()}, defaultdict[str, set[str]](set)
         for stored, name in names.items():
             top = name.partition(".")[0]
             is_counter = self.beginning.startswith(f"{top}.") and _role(top) == "average"  # of an average: ema_params.n
-            is_trainers = is_counter or _role(top) == "optimizer" or _OF_TRAINER.fullmatch(top) is not None
+            is_trainers = is_counter or _OF_TRAINER.fullmatch(top) is not None
+            is_trainers = top in _OPTIMIZERS or (is_trainers and not name.endswith((".weight", ".bias")))
             is_behind = bool(self.beginning) and name.startswith(self.beginning)
             if is_trainers and not is_behind and stored not in known and not self.is_other(stored):
                 strangers[top].add(stored)

@@ -313,6 +313,17 @@ def test_what_lies_beside_a_model_is_left_behind_and_said(tmp_path: Path) -> Non
     plain(below("state.model.")(state) | {"vision.patches.weight": torch.ones(3, 3)}, tmp_path / "other", model)
     with pytest.raises(ReshardError, match=r"'vision\.patches\.weight'"):
         reshard.merge(tmp_path / "other", tmp_path / "none", quiet=True)
+    for name in (
+        "master_head.weight",
+        "momentum_encoder.layer.weight",
+        "steps.0.linear.weight",
+        "ema_params.head.weight",
+    ):
+        shutil.rmtree(tmp_path / "other")
+        beginning = "ema_params.shadow." if name.startswith("ema") else ""
+        plain(below(beginning)(state) | {name: torch.ones(3, 5)}, tmp_path / "other", model)
+        with pytest.raises(ReshardError, match=name):
+            reshard.split(tmp_path / "other", tmp_path / "none", tp=2, quiet=True)
 
 
 def test_published_names_are_written_whatever_the_root(tmp_path: Path) -> None:

@@ -568,7 +568,7 @@ class Rules:
     def uses(self, name: str) -> Sequence[Use]:
         """The lines that cover a tensor's name, in their order."""
         if name not in self._uses:
-            uses = list[Use]()  # another thread must not see a part of it
+            uses = list[Use]()
             for line, (number, source) in (
                 (row, numbered) for row in self.lines for numbered in enumerate(row.sources)
             ):
@@ -577,7 +577,7 @@ class Rules:
                     (index,) = source.indices - line.target.indices or {None}
                     stacked = words[index].strip("{}") if index else None
                     uses.append(Use(line, number, line.target.fill(words), stacked))
-            self._uses[name] = uses
+            self._uses.setdefault(name, uses)  # at once and once: a use is the same object in every thread
         return self._uses[name]
 
     def parts_of(self, name: str) -> list[str]:
@@ -651,5 +651,5 @@ class Format:
             }
             if headless:  # a table of the vocabulary is tied to nothing
                 only["lines"] = tuple(line for line in only["lines"] if line.without is None)
-            self._of[kind, headless] = replace(self, rules=replace(rules, **only))
+            self._of.setdefault((kind, headless), replace(self, rules=replace(rules, **only)))
         return self._of[kind, headless]

@@ -166,7 +166,7 @@ def format_of(name: str) -> Format:
             names = names_to_write()
             hint = with_hint(nearest(name, names), f"known formats: {', '.join(names)}")
             raise PlanError(f"unknown format '{name}'", hint)
-        READ[name] = read_format(_file_of(name, _folders()))
+        READ.setdefault(name, read_format(_file_of(name, _folders())))  # the same object in every thread
     return READ[name]
 
 

@@ -195,9 +195,10 @@ class Spellings:
     @cached_property
     def _sources(self) -> Mapping[str, str]:
         """The same the other way, where they differ: of lines that give the same name, the first counts."""
-        lines = {id(line): place for place, line in enumerate(self._of_types.lines)}
+        rules = self._of_types
+        lines = {id(line): place for place, line in enumerate(rules.lines)}
         pairs = [(source, name) for source, name in self._renamed.items() if name != source]
-        pairs.sort(key=lambda pair: -min((lines[id(use.line)] for use in self._of_types.uses(pair[0])), default=0))
+        pairs.sort(key=lambda pair: -min((lines[id(use.line)] for use in rules.uses(pair[0])), default=0))
         return {name: source for source, name in pairs}
 
     def tensor(self, name: str) -> Hashable:

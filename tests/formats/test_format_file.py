@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from reshard.formats.errors import PlanError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.format import CutRule, Format, Pattern
+from reshard.formats.notation import format as format_module
+from reshard.formats.notation import format_file
+from reshard.formats.notation.format import CutRule, Format, Pattern, Use
 from reshard.formats.notation.format_file import format_of, read_format
 
 LEAST = 'loaded_by = "a program"\nload = "it {out}"\nfiles = "model-{rank}.safetensors"\n'
@@ -154,19 +157,42 @@ def test_what_holds_for_a_model_type_goes_before_what_holds_for_all(tmp_path: Pa
     assert name.when is not None and name.when.evaluate({"model_type": "z"}.__getitem__)
 
 
-def test_threads_see_whole_lists_of_what_covers_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_what_covers_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer and a receiver may plan in two threads of one process: the second asks while the first collects."""
     name, rules, match = "model.layers.0.mlp.gate_proj.weight", replace(format_of("vllm").rules), Pattern.match
-    lengths = list[int]()
+    others = list[Sequence[Use]]()
 
     def asked_meanwhile(self: Pattern, text: str) -> object:
-        if threading.current_thread() is threading.main_thread() and not lengths:
+        if threading.current_thread() is threading.main_thread() and not others:
             with ThreadPoolExecutor(1) as pool:
-                lengths.append(len(pool.submit(rules.uses, name).result()))
+                others.append(pool.submit(rules.uses, name).result())
         return match(self, text)
 
     monkeypatch.setattr(Pattern, "match", asked_meanwhile)
-    assert len(rules.uses(name)) == lengths[0] > 0
+    assert [*map(id, rules.uses(name))] == [*map(id, others[0])] != []
+
+
+def test_threads_share_a_format_and_that_of_a_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_file, "READ", {})
+    barrier, read = threading.Barrier(2), format_file.read_format
+
+    def both_read(path: Path) -> Format:
+        barrier.wait(10)
+        return read(path)
+
+    monkeypatch.setattr(format_file, "read_format", both_read)
+    with ThreadPoolExecutor(2) as pool:
+        one, another = pool.map(format_of, ["vllm", "vllm"])
+    assert one is another
+
+    def both_narrow(config: Mapping[str, object]) -> bool:
+        barrier.wait(10)
+        return False
+
+    monkeypatch.setattr(format_module, "is_headless", both_narrow)
+    with ThreadPoolExecutor(2) as pool:
+        one, another = pool.map(one.of, [{"model_type": "llama"}] * 2)
+    assert one is another
 
 
 def test_any_rule_may_be_of_some_model_types_alone(tmp_path: Path) -> None:

@@ -196,8 +196,9 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process have ``count`` files open, if the system lets it: by default it may have 1,024 or fewer."""
+    """Let this process open ``count`` more files, if the system lets it: by default it may have 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count += len([*Path("/dev/fd").iterdir()])
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if resource.RLIM_INFINITY != soft < most:
         with contextlib.suppress(ValueError, OSError):

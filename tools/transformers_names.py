@@ -365,7 +365,7 @@ def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
         line_of[key] = line
         types[key].add(name)
     groups: list[tuple[tuple[list[str], bool], dict[str, list[Line]]]] = []
-    for key in sorted(line_of, key=lambda key: _rank(line_of[key])):
+    for key in sorted(line_of, key=lambda key: rank_of(line_of[key])):
         line, of = line_of[key], (sorted(types[key]), "without" in line_of[key])
         is_prefix = line["from"][0].endswith("**")
         group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
@@ -376,7 +376,8 @@ def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
     return [{"tensors": _short(tensors), "types": of} for (of, _), tensors in groups]
 
 
-def _rank(line: Line) -> tuple[bool, int]:
+def rank_of(line: Line) -> tuple[bool, int]:
+    """The place of a line among all: prefixes come last, the longest first."""
     prefix = line["from"][0]
     return (True, -len(prefix)) if prefix.endswith("**") else (False, -("without" in line))
 

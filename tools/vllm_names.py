@@ -29,13 +29,14 @@ import contextlib
 import hashlib
 import json
 import lzma
+import operator
 import re
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,10 +54,11 @@ from reshard.formats.notation.tables import HEADS
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
 from reshard.placement.arrangement import arrangement_of
+from reshard.placement.portions import dropped_of
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
 from tools.tables import MADE_WITH, by_reason, text_of
-from tools.transformers_names import NotExpressibleError, document_of, generalized, merged
+from tools.transformers_names import NotExpressibleError, document_of, generalized, merged, rank_of
 from tools.transformers_names import Observed as Lines
 
 OUTPUT = PROGRAMS / "vllm.json"
@@ -110,10 +112,15 @@ def places_of(checkpoint: Path) -> int:
 def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | None = None) -> None:
     """Write a checkpoint again, in float32, in which each element has a number of its own; ``untied`` with a head.
 
-    With ``digit``, each element has this digit of its number instead. The config says also what only published ones of
-    its type say (``tests/oracles/vllm/published.json``).
+    With ``digit``, each element has this digit of its number instead. Names begin, and matrices lie, as in published
+    ones of its type, and the config says also what only those say (``tests/oracles/vllm/published.json``).
     """
+    config = json.loads((checkpoint / "config.json").read_text())
+    begins = PUBLISHED["names"].get(config["model_type"], {})
     infos = sorted(i for file in checkpoint.glob("*.safetensors") for i in read_header(file).tensors.values())
+    turned = tuple(PUBLISHED["turned"].get(config["model_type"], ()))  # whose published form has the input first
+    infos = [i._replace(shape=(*i.shape[:-2], *i.shape[:-3:-1])) if i.name.endswith(turned) else i for i in infos]
+    infos = [info._replace(name=_published(info.name, begins)) for info in infos]
     if untied:
         table = next(info for info in infos if info.name.endswith(TABLES) and len(info.shape) == 2)
         infos.append(table._replace(name=HEAD))
@@ -132,12 +139,25 @@ def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | No
         raise ValueError(f"{checkpoint} has more elements than there are numbers")
     out.mkdir(parents=True)
     (out / "model.safetensors").write_bytes(build_header(tensors, {"format": "pt"}) + b"".join(data))
-    config = json.loads((checkpoint / "config.json").read_text())
-    published = PUBLISHED["config"].get(config["model_type"], {})
-    more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}
-    (out / "config.json").write_text(
-        json.dumps(_untied({**more, **config}) if untied else {**more, **config}, indent=2)
-    )
+    config = _filled(config, PUBLISHED["config"].get(config["model_type"], {}))
+    (out / "config.json").write_text(json.dumps(_untied(config) if untied else config, indent=2))
+
+
+def _published(name: str, begins: Mapping[str, str]) -> str:
+    """A tensor's name with a published beginning in the place of that in modules."""
+    begin = next(filter(name.startswith, begins), "")
+    return begins.get(begin, "") + name.removeprefix(begin)
+
+
+def _filled(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with more settings, also in its parts; a text is the name of the setting that has the value."""
+    filled = dict(config)
+    for key, value in more.items():
+        if isinstance(value, Mapping):
+            filled[key] = _filled(filled.get(key, {}), value)
+        else:
+            filled.setdefault(key, config.get(value, value) if isinstance(value, str) else value)
+    return filled
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,8 +342,11 @@ class Reading:
     def __init__(self, case: Case, splits: Mapping[str, Line] | None = None) -> None:
         self._case, self._splits = case, splits or {}
         self._own = {t.name: (t.kind.pattern, t.kind) for t in case.model.tensors}
+        for name in dropped_of(case.model, format_of("vllm")):
+            del self._own[name]
         self._sources = {name: np.frombuffer(data, "<u4").reshape(shape)
-                         for (_, name), (dtype, shape, data) in _stored(case.checkpoint) if dtype == "F32"}  # fmt: skip
+                         for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
+                         if dtype == "F32" and name in self._own}  # fmt: skip
         self._integers = {name: (shape, data) for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
                           if dtype != "F32"}  # fmt: skip
         filled = sorted((int(of.flat[0]), name) for name, of in self._sources.items() if of.size)
@@ -573,7 +596,7 @@ def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
     for _ in range(2):
         try:
             verdict = describe(loaded, names, splits)
-            own = read_format(PROGRAMS / "vllm.toml", to_documents([verdict], {})[0])
+            own = read_format(PROGRAMS / "vllm.toml", to_documents([verdict], {"modules": {}, "version": ""})[0])
             why = next((why for case in loaded if (why := compare(case, own)) is not None), None)
             if why is None:
                 return verdict
@@ -649,7 +672,14 @@ def describe(cases: Sequence[Case], names: list[str], splits: Mapping[str, Line]
                 held[(*public["from"],)] = public
                 single = [(each, of) for each, of in single if of != other]
                 single.append((target, public))
-    merged_ = [*twice, *merged(single, packed)]
+    words = [end.split(".")[-2] for end in PUBLISHED["names"].get(cases[0].config["model_type"], {}).values()]
+
+    def saved(name: str) -> str:
+        """The name as transformers saves it."""
+        return next((name.replace(f"{word}.", "") for word in words if f"{word}." in name), name)
+
+    others = [(target, {**line, "from": [*map(saved, line["from"])]}) for target, line in single]
+    merged_ = [*twice, *merged([*single, *(each for each in others if each not in single)], packed)]
     constants = {json.dumps(each, sort_keys=True): each for one in found for each in one.constants}
     dropped = {template for one in found for template in one.dropped}
     used = {template for one in found for template in one.templates - {*one.dropped}}
@@ -657,6 +687,8 @@ def describe(cases: Sequence[Case], names: list[str], splits: Mapping[str, Line]
         raise NotExpressibleError(f"vLLM has '{min(dropped & used)}' of some models alone")
     keyed = {json.dumps(line, sort_keys=True): line for line in merged_}
     seen = frozenset.union(*(one.templates for one in found))
+    dropped |= {saved(name) for name in dropped}
+    seen |= {saved(name) for name in seen}
     largest = max(tp for case in cases for tp in case.degrees)
     return Verdict(names, cases[0].built["module"], keyed, [*constants.values()], sorted(dropped), seen, True, largest)
 
@@ -835,8 +867,43 @@ def _widened(dtype: str, shape: tuple[int, ...], data: bytes) -> tuple[str, tupl
     return "F32", shape, (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
 
 
+def updated(old: Mapping[str, Any], new: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The rules, with those that are new of the classes ``names`` in the place of older ones."""
+    document: dict[str, Any] = {**new, "lacking": old["lacking"]}
+    for key in ("lines", "seen", "constants", "dropped"):
+        types: dict[str, set[str]] = defaultdict(set)
+        for entries, is_old in ((old[key], True), (new[key], False)):
+            for entry in entries:
+                content = json.dumps({name: value for name, value in entry.items() if name != "types"})
+                types[content].update(each for each in entry["types"] if not is_old or each not in names)
+        document[key] = [{**json.loads(content), "types": sorted(of)} for content, of in types.items() if of]
+    document["lines"].sort(key=lambda entry: min(map(_place, entry["tensors"].values())))
+    reasons = {
+        name: entry["why"]
+        for entries in (old["refused"], new["refused"])
+        for entry in entries
+        for name in entry["types"]
+        if entries is not old["refused"] or name not in names
+    }
+    document["refused"] = by_reason(reasons)
+    document["meshes"] = {**{name: mesh for name, mesh in old["meshes"].items() if name not in names}, **new["meshes"]}
+    document["classes"] = sorted({*old["classes"], *new["classes"]})
+    document["compared"] = sorted(({*old["compared"]} - {*names} | {*new["compared"]}) - reasons.keys())
+    return document
+
+
+def _place(lines: Any) -> tuple[bool, int]:
+    """The place of the lines of a tensor among all: prefixes come last, the longest first."""
+    every = [
+        line if isinstance(line, dict) else {"from": line} for line in (lines if isinstance(lines, list) else [lines])
+    ]
+    return min(
+        rank_of({**line, "from": [line["from"]] if isinstance(line["from"], str) else line["from"]}) for line in every
+    )
+
+
 def write(folder: Path, dumps: Path) -> None:
-    """Write the file and the tests' fixture."""
+    """Write the file and the tests' fixture: what was observed before of classes that are not in the folder stays."""
     registry = json.loads((dumps / "registry.json").read_text())
     format = read_format(PROGRAMS / "vllm.toml", {})
     verdicts, fixture = [], {}
@@ -851,7 +918,17 @@ def write(folder: Path, dumps: Path) -> None:
                 of = case.digits if case.degrees and is_narrowed(case) else [case]
                 fixture |= {each.name: hashes(each) for each in of if each.degrees}
     document, observed = to_documents(verdicts, registry, fixtures())
-    made_with = {"vllm": registry["version"]}
+    made_with, old, names = (
+        {"vllm": registry["version"]},
+        json.loads(OUTPUT.read_text()),
+        reduce(operator.iadd, (v.names for v in verdicts), []),
+    )
+    if old.pop(MADE_WITH) == made_with:
+        document, before = updated(old, document, names), json.loads(OBSERVED.read_text())
+        errors = {name: why for name, why in before["errors"].items() if name not in names}
+        observed["errors"] = dict(sorted({**errors, **observed["errors"]}.items()))
+        observed["modules"] = sorted({*before["modules"], *observed["modules"]})
+        fixture = json.loads(lzma.decompress(FIXTURE.read_bytes())) | fixture
     OUTPUT.write_text(text_of(document, made_with, LEVELS), encoding="utf-8")
     OBSERVED.write_text(text_of(observed, made_with), encoding="utf-8")
     FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))

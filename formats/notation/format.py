@@ -649,6 +649,8 @@ class Format:
                 name: tuple(r for r in getattr(rules, name) if (not is_own if r.types is None else kind in r.types))
                 for name in ("lines", "constants", "dropped")
             }
+            if is_own:  # but layers that no model of the program's has
+                only["dropped"] += tuple(r for r in rules.dropped if r.types is None and r.beyond is not None)
             if headless:  # a table of the vocabulary is tied to nothing
                 only["lines"] = tuple(line for line in only["lines"] if line.without is None)
             self._of.setdefault((kind, headless), replace(self, rules=replace(rules, **only)))

@@ -272,6 +272,8 @@ class Arrangement:
             lengths = rule.sizes(sizes)
             dims = [Dim((Summand((length,)),)) for length in lengths]
             if cut.dim is not None:
+                if cut.dim >= len(component.counts):
+                    raise PlanError(f"tensor '{kind.name}' is cut along dimension {cut.dim}, which it does not have")
                 (place, *inner), parts, dealt = component.of_dim(cut.dim), cut.parts, "range"
                 while inner and parts % lengths[place] == 0:  # a factor counts the parts
                     parts //= lengths[place]

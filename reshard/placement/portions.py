@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.formats.errors import PlanError
-from reshard.formats.notation.architecture import filled
+from reshard.formats.notation.architecture import filled, numbers_in
 from reshard.formats.notation.components import Component, component_names, components, whole
 from reshard.formats.notation.format import Format, Line, Pattern, Use
 from reshard.formats.notation.heads import class_of, is_headless
@@ -253,9 +253,12 @@ def uses_of(model: Model, format: Format) -> dict[Kind, Portions]:
         ]
         for kind in lacking:
             del readings[kind][0]
-    dropped = dropped_of(model, format) if not all(readings.values()) else frozenset()
+    dropped = dropped_of(model, format)
+    stored = {tensor.kind for tensor in model.tensors if tensor.name not in dropped} if dropped else {*readings}
     for kind, candidates in readings.items():
-        if not candidates and any(tensor.kind is kind and tensor.name not in dropped for tensor in model.tensors):
+        if kind not in stored:
+            continue
+        if not candidates:
             raise PlanError(
                 f"tensor '{kind.name}' has no place in the format '{format.name}'",
                 f"formats/programs/{format.name}.toml has no line for '{reading.names[kind]}'",
@@ -319,13 +322,20 @@ def dropped_of(model: Model, format: Format) -> frozenset[str]:
         if not model.sizes.is_true(dropped.when):
             continue
         end = model.sizes.evaluate(dropped.beyond, {}) if dropped.beyond is not None else 0
-        covered: dict[Kind, list[int]] = {}
+        covered: dict[Kind, list[str]] = {}
         for kind in model.kinds if end is not None else ():
             match = dropped.old.match(kind.pattern)
             if match is not None:
-                covered[kind] = [kind.index_axes.index(match[axis][1:-1]) for axis in dropped.old.indices]
+                covered[kind] = [match[axis][1:-1] for axis in dropped.old.indices]
         for tensor in model.tensors if covered else ():
-            places = covered.get(tensor.kind)
-            if places is not None and all(tensor.at[place] >= end for place in places):
+            axes = covered.get(tensor.kind)
+            if axes is not None and all(_number(tensor, axis) >= end for axis in axes):
                 names.add(tensor.name)
     return frozenset(names)
+
+
+def _number(tensor: BoundTensor, axis: str) -> int:
+    """The number of an index in a tensor's name; ``number0`` is the first of one that an open line covers."""
+    if axis in tensor.kind.index_axes:
+        return tensor.at[tensor.kind.index_axes.index(axis)]
+    return numbers_in(tensor.name)[int(axis.removeprefix("number"))]

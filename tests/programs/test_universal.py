@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -235,8 +236,9 @@ def test_several_processes_share_the_files(tmp_path: Path) -> None:
 
 
 def test_many_files_are_open_at_once(tmp_path: Path) -> None:
-    """More than a process may have by default: the limit is raised as far as the system lets it."""
+    """More than a process may have by default, beside others: the limit is raised as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = [os.dup(0) for _ in range(300)]
     open_now = len([*Path("/dev/fd").iterdir()])
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, hard))
     try:
@@ -244,6 +246,8 @@ def test_many_files_are_open_at_once(tmp_path: Path) -> None:
         merge(tmp_path / "out", tmp_path / "merged")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for other in others:
+            os.close(other)
     assert raw(tmp_path / "merged") == raw(store.checkpoint("llama-tied"))
 
 

@@ -193,6 +193,18 @@ def _entry(name: str, table: Mapping[str, Any], settings: Settings) -> Entry:
     return Entry(name, build, kind, degrees, table.get("loads_alone", True), table.get("notes", ""), extra, **more)
 
 
+def _replaced(settings: Settings, other: Settings) -> dict[str, Any]:
+    """Settings with others in the place of those that they have under the same names, also within parts."""
+    inner = {
+        key: _replaced(settings[key], value)
+        if isinstance(value, Mapping) and isinstance(settings[key], Mapping)
+        else value
+        for key, value in other.items()
+        if key in settings
+    }
+    return {**settings, **inner}
+
+
 def _build(
     kind: str,
     cls: str,
@@ -204,7 +216,7 @@ def _build(
     import transformers
 
     given = copy.deepcopy(settings)  # some classes change what they are given
-    given |= {key: value for key, value in (other or {}).items() if key in given}
+    given = _replaced(given, other or {})
     config = transformers.AutoConfig.for_model(kind, **_of(_of(given, _EXPERTS, experts), _KV_HEADS, kv))
     model = getattr(transformers, cls)
     return model.from_config(config) if cls.startswith("Auto") else model(config)

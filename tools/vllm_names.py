@@ -36,7 +36,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -336,13 +336,21 @@ class Found:
     templates: frozenset[str]
 
 
+@cache
+def general_rules() -> Format:
+    """The rules that hold for all types without lines of their own."""
+    return read_format(PROGRAMS / "vllm.toml", {})
+
+
 class Reading:
     """Finds the numbers of a checkpoint in what vLLM holds on one rank."""
 
     def __init__(self, case: Case, splits: Mapping[str, Line] | None = None) -> None:
         self._case, self._splits = case, splits or {}
         self._own = {t.name: (t.kind.pattern, t.kind) for t in case.model.tensors}
-        for name in dropped_of(case.model, format_of("vllm")):
+        rules = general_rules().rules
+        beyond = replace(rules, dropped=tuple(each for each in rules.dropped if each.beyond is not None))
+        for name in dropped_of(case.model, replace(general_rules(), rules=beyond)):
             del self._own[name]
         self._sources = {name: np.frombuffer(data, "<u4").reshape(shape)
                          for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
@@ -905,7 +913,7 @@ def _place(lines: Any) -> tuple[bool, int]:
 def write(folder: Path, dumps: Path) -> None:
     """Write the file and the tests' fixture: what was observed before of classes that are not in the folder stays."""
     registry = json.loads((dumps / "registry.json").read_text())
-    format = read_format(PROGRAMS / "vllm.toml", {})
+    format = general_rules()
     verdicts, fixture = [], {}
     for names, cases in by_class(cases_in(folder, dumps)):
         verdict = judge(cases, names, format)

@@ -19,7 +19,7 @@ from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.safetensors import stated_dtype, tensor_bytes
 from reshard.formats.notation.architecture import filled, numbers_in
 from reshard.formats.notation.axes import Dim, Shape, Summand
-from reshard.formats.notation.format import Constant, Format, LaterLayers
+from reshard.formats.notation.format import Constant, CutRule, Format, LaterLayers
 from reshard.mesh.plan import Layout, Plan
 from reshard.mesh.stages import is_layered, layers_at
 from reshard.model.model import BoundTensor, Kind, shares_of
@@ -167,7 +167,8 @@ class Arrangement:
             texts = " and ".join(sorted(dtypes))
             raise PlanError(f"'{name}' would be joined from tensors of different dtypes, {texts}")
         portions = tuple(part.portion for part in ordered[: first.slots])
-        laid = self.plan if self.chunks is None else self.plan.unsplit
+        is_across = self.chunks is None and cut is not None and self._is_across(kind, first, cut)
+        laid = self.plan if self.chunks is None and not is_across else self.plan.unsplit
         layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, laid) for part in ordered)
         sizes = {layout.full for layout in layouts[: first.slots]}
         if cut is not None and cut.dim is not None and len(sizes) > 1:  # keys of fewer heads, replicated
@@ -177,7 +178,10 @@ class Arrangement:
         if self.chunks is not None and chunks is None:
             raise MismatchError(f"tensor '{name}' is missing")
         heads = math.prod(layouts[0].full[factor] for factor in first.of_dim(first.dim)[: first.lead])
-        if first.lead and self.chunks is None and heads % dict(self.plan.mesh.degrees).get("tp", 1):
+        if is_across and cut is not None:
+            ranks, whole = self.plan.laid[kind].boxes, self._geometry(portions, layouts, None)
+            chunks = self._equal_ranges(name, whole, 1, ranks, cut.dim)
+        elif first.lead and self.chunks is None and heads % dict(self.plan.mesh.degrees).get("tp", 1):
             ranks = layouts[0].boxes
             layouts = tuple(self._layout(part.kind, part.portion, part.atom.at, self.plan.unsplit) for part in ordered)
             chunks = self._equal_ranges(name, self._geometry(portions, layouts, None), heads, ranks)
@@ -194,12 +198,25 @@ class Arrangement:
             return whole
         return self._geometries.setdefault((whole, tuple(sorted(chunks.items()))), whole.in_chunks(chunks))
 
-    def _equal_ranges(self, name: str, geometry: Geometry, heads: int, ranks: Iterable[int]) -> Mapping[int, Chunk]:
-        """The chunk of each rank where ``tp`` has more ranks than KV heads: equal ranges, wherever they end."""
-        mesh, shape, dim = self.plan.mesh, geometry.shape(0) or (), geometry.portions[0].dim + geometry.is_stack
+    def _is_across(self, kind: Kind, portion: Portion, cut: CutRule) -> bool:
+        """Whether ``tp`` cuts a dimension of several factors into ranges that end within the first."""
+        if cut.dim is None or cut.parts > 1 or portion.slots > 1 or cut.dim >= len(portion.component.counts):
+            return False
+        place, *inner = portion.component.of_dim(cut.dim)
+        count = portion.component.shape.sizes(kind.sizes)[place]
+        return bool(inner) and count % dict(self.plan.mesh.degrees).get("tp", 1) > 0
+
+    def _equal_ranges(
+        self, name: str, geometry: Geometry, heads: int, ranks: Iterable[int], dim: int | None = None
+    ) -> Mapping[int, Chunk]:
+        """The chunk of each rank where ``tp`` has more ranks than KV heads, or cuts this dimension across its factors:
+        equal ranges, wherever they end.
+        """
+        mesh, shape = self.plan.mesh, geometry.shape(0) or ()
+        dim = geometry.portions[0].dim + geometry.is_stack if dim is None else dim
         degree, rows = dict(mesh.degrees)["tp"], shape[dim]
         if degree % heads or rows % degree:
-            why = f"{rows} rows do not divide into {degree} equal parts of one head's group"
+            why = f"{rows} rows do not divide into {degree} equal parts" + (" of one head's group" if heads > 1 else "")
             raise PlanError(f"'{name}' cannot be split over {mesh}: {why}")
         length, outer, inner = rows // degree, shape[:dim], shape[dim + 1 :]
         begins = {rank: mesh.coordinates(rank)["tp"] * length for rank in ranks}

@@ -81,7 +81,7 @@ def test_a_tower_is_written_alike_under_published_names_and_those_that_transform
     assert one == other and ("encoder.layers.1." not in str([*one]) or name != "llava")
 
 
-WAYS_BACK = ("cohere2_moe", "bitnet", "flex_olmo", "qwen2_5_vl", "mistral3", "glm", "cohere", "deepseek_v2")
+WAYS_BACK = ("cohere2_moe", "bitnet", "flex_olmo", "qwen2_vl", "qwen2_5_vl", "mistral3", "glm", "cohere", "deepseek_v2")
 """Joined, stacked, renamed and cut in every way that lines have."""
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS, without_wrappers
@@ -172,19 +173,25 @@ def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
     return set[str]().union(*_claims(_forms(names), spell).values())
 
 
-def check_spelling(where: object, names: Iterable[str], spellings: Spellings) -> None:
-    """Raise CheckpointError for tensors of modules beside those that they are made of, behind whatever beginning."""
+def explained(error: ReshardError, where: object, names: Iterable[str], spellings: Spellings) -> ReshardError:
+    """The error for tensors of these names, behind whatever beginning, with what their spelling explains: they are of
+    modules beside those that these are made of, or may be of modules that cannot be read.
+    """
     names = [*map(without_wrappers, names)]
 
     def first(is_one: Callable[[str], bool]) -> str:
         return min(known_forms(names, lambda name: name if is_one(name) else None), default="")
 
     if (of_modules := first(spellings.is_joined)) and (apart := first(spellings.is_apart)):
-        raise CheckpointError(
+        return CheckpointError(
             f"{where} has names of two spellings: '{of_modules}' of transformers' modules, '{apart}' of published "
             "checkpoints",
             "save the one model alone, with the names of one of them",
         )
+    if spellings.refusal is None or spellings.refusal in error.message:
+        return error
+    why = f"if these are the names of transformers' modules: this type's cannot be read, as {spellings.refusal}"
+    return type(error)(error.message, with_hint(why, error.hint or ""))
 
 
 def are_states(names: Iterable[str]) -> bool:

@@ -32,7 +32,7 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, may_be_tied, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
+from reshard.model.naming import ChoiceError, Naming, are_states, explained, known_forms, name_all, refuse_lora
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.access import Access, Place
@@ -195,12 +195,12 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
         is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
         if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
-    except (CheckpointError, NoRuleError):
+    except (CheckpointError, NoRuleError) as error:
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
             refuse_lora(path, map(without_wrappers, checkpoint.tensors))
-            check_spelling(path, checkpoint.tensors, Spellings(architecture, config))
+            raise explained(error, path, checkpoint.tensors, Spellings(architecture, config)) from None
         raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)

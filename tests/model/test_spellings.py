@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection
@@ -206,6 +207,47 @@ def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: 
         return
     reshard.merge(tmp_path / "modules", tmp_path / "back", names="published", quiet=True)
     assert names_and_values(tmp_path / "back") == published
+
+
+REFUSED = sorted(NO_PLACE - {"diffusion_gemma", "esm", "esm-absolute", "zamba", "zamba2"})
+
+
+@pytest.mark.parametrize("name", some({"ernie4_5_vl_moe", "qianfan_ocr", "qwen4_exp_text", "molmo2"}, (), REFUSED))
+def test_a_type_whose_names_in_modules_are_not_known_is_told_so(name: str, tmp_path: Path) -> None:
+    """Whether they are asked for or are there, in every container."""
+    model, state = store.checkpoint(name), modules_of(name)
+    config = json.loads((model / "config.json").read_text())
+    why = Spellings(find_architecture(config, model), config).refusal
+    assert why is not None
+    reshard.split(model, tmp_path / "ranks", tp=1, quiet=True)
+    for write in (plain, pickled, distributed):
+        write(state, tmp_path / write.__name__, model)
+    cases = [(at, "modules", {}) for at in (model, tmp_path / "ranks")]
+    cases += [(tmp_path / at, "published", {}) for at in ("plain", "pickled")]
+    cases += [(at, "published", {"config": model}) for at in (tmp_path / "distributed", reshard.state_dict(state))]
+    for source, names, given in cases:
+        with pytest.raises(ReshardError) as caught:
+            reshard.merge(source, tmp_path / "out", names=names, quiet=True, **given)
+        assert f"{caught.value.message} | {caught.value.hint}".count(why) == 1, caught.value
+    with pytest.raises(ReshardError, match=re.escape(why)) as caught:
+        reshard.split(model, tmp_path / "out", format="dcp", names="modules", quiet=True)
+    assert "leave out names" in str(caught.value.hint) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", some({"t5", "llama-tied"}, (), ["marian", "mbart", "bart", "gpt2"]))
+def test_published_names_are_those_of_each_tensor_once(name: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint(name), modules_of(name)
+    plain(state, tmp_path / "plain", model)
+    reshard.split(tmp_path / "plain", tmp_path / "ranks", tp=1, quiet=True)
+    wanted = {key: state[key] for key in state.keys() & names_and_values(model).keys() - zoo.ZOO[name].copies.keys()}
+    for source in ("plain", "ranks"):
+        out = tmp_path / f"of {source}"
+        reshard.merge(tmp_path / source, out, names="published", quiet=True)
+        found = load_file(out / "model.safetensors")
+        assert found.keys() == wanted.keys() < state.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        with pytest.raises(ReshardError, match="there is nothing to merge"):
+            reshard.merge(out, tmp_path / "none", names="published", quiet=True)
 
 
 @pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe"}, (), zoo.ZOO))

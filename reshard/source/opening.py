@@ -219,14 +219,9 @@ def _bound(
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
     full = _full_tensors(tensors)
-
-    def are_same(name: str, first: str) -> bool:
-        return look_alike(tensors[name], tensors[first])
-
     tied = may_be_tied(architecture, config)
     seconds = Spellings(architecture, config).second_names(tensors) if tied else {}
-    again = {second: first for second, first in seconds.items() if are_same(second, first)}
-    twice = tied_twice(architecture, config, full, are_same, again)
+    twice = tied_twice(architecture, config, full, lambda a, b: look_alike(tensors[a], tensors[b]), seconds)
     full = [tensor for tensor in full if tensor.name not in twice]
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 

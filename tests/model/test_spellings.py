@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -286,6 +287,26 @@ def test_an_untied_head_that_config_json_calls_tied_is_kept(tmp_path: Path) -> N
         reshard.merge(run, out, config=model, quiet=True)
         names = load_file(out / "model.safetensors").keys()
         assert ("language_model.lm_head.weight" in names) is not is_tied and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("name", some({"t5", "llama-tied"}, (), ["marian", "mbart", "bart", "gpt2"]))
+def test_an_untied_head_of_a_tied_model_is_refused_until_config_json_says_so(name: str, tmp_path: Path) -> None:
+    """In every container: what is written is what can be opened again."""
+    model, state = store.checkpoint(name), modules_of(name)
+    state = below("module.")(state | {"lm_head.weight": state["lm_head.weight"] + 1})
+    config = json.loads((model / "config.json").read_text())
+    for is_tied, write in itertools.product((True, False), (plain, pickled, distributed)):
+        at, out = tmp_path / f"{write.__name__}{is_tied}", tmp_path / f"out of {write.__name__}{is_tied}"
+        write(state, at, model)
+        (at / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+        if is_tied:
+            with pytest.raises(ReshardError, match="because the two are tied, but differs") as caught:
+                reshard.merge(at, out, quiet=True)
+            assert '"tie_word_embeddings": false' in str(caught.value.hint) and not out.exists()
+            continue
+        reshard.merge(at, out, quiet=True)
+        assert reshard.verify(at, out, exact_only=True, quiet=True).verdict == "same"
+        assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], state["module.lm_head.weight"])
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:

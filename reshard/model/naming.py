@@ -34,7 +34,7 @@ _OF_OPTIMIZER = re.compile(
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _OF_TRAINER = re.compile(
-    r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader"
+    r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader|n_averaged"
 )
 
 
@@ -81,8 +81,10 @@ class Naming:
         """
         known, strangers = {*self.known.values()}, defaultdict[str, set[str]](set)
         for stored, name in names.items():
-            top = name.partition(".")[0]
-            is_counter = self.beginning.startswith(f"{top}.") and _role(top) == "average"  # of an average: ema_params.n
+            top, around = name.partition(".")[0], f"{name.rpartition('.')[0]}."
+            is_counter = _role(around) == "average" and any(  # of an average: ema_params.n
+                beginning.startswith(around) for beginning in (self.beginning, *self.others)
+            )
             is_trainers = is_counter or _OF_TRAINER.fullmatch(top) is not None
             is_trainers = top in _OPTIMIZERS or (is_trainers and not name.endswith((".weight", ".bias")))
             is_behind = bool(self.beginning) and name.startswith(self.beginning)
@@ -239,8 +241,7 @@ def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, obje
     layer, and the model itself has none of them.
     """
     tensors = found[beginning]
-    is_around = model.startswith(beginning) or beginning.startswith(model)
-    is_lone = is_around and beginning != model and _role(beginning) == _role(model)
+    is_lone = model.startswith(beginning) and beginning != model and _role(beginning) == _role(model)
     return is_lone and not any(map(numbers_in, tensors)) and tensors.keys().isdisjoint(found[model])
 
 

@@ -80,6 +80,19 @@ def distributed(state: State, folder: Path, model: Path) -> None:
     dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
 
 
+CONTAINERS: dict[str, Callable[[State, Path, Path], None] | None] = {
+    "safetensors": plain, "bin": pickled, "dcp": distributed, "live": None,
+}  # fmt: skip
+
+
+def stored(container: str, state: State, folder: Path, model: Path) -> tuple[object, dict[str, Path]]:
+    """A source that has these tensors, and what is given with it."""
+    if (write := CONTAINERS[container]) is None:
+        return reshard.state_dict(state), {"config": model}
+    write(state, folder, model)
+    return folder, {"config": model} if container == "dcp" else {}
+
+
 def below(beginning: str) -> Callable[[State], State]:
     return lambda state: {beginning + key: value for key, value in state.items()}
 
@@ -221,12 +234,9 @@ def test_a_type_whose_names_in_modules_are_not_known_is_told_so(name: str, tmp_p
     why = Spellings(find_architecture(config, model), config).refusal
     assert why is not None
     reshard.split(model, tmp_path / "ranks", tp=1, quiet=True)
-    for write in (plain, pickled, distributed):
-        write(state, tmp_path / write.__name__, model)
-    cases = [(at, "modules", {}) for at in (model, tmp_path / "ranks")]
-    cases += [(tmp_path / at, "published", {}) for at in ("plain", "pickled")]
-    cases += [(at, "published", {"config": model}) for at in (tmp_path / "distributed", reshard.state_dict(state))]
-    for source, names, given in cases:
+    cases = [(at, {}, "modules") for at in (model, tmp_path / "ranks")]
+    cases += [(*stored(each, state, tmp_path / each, model), "published") for each in CONTAINERS]
+    for source, given, names in cases:
         with pytest.raises(ReshardError) as caught:
             reshard.merge(source, tmp_path / "out", names=names, quiet=True, **given)
         assert f"{caught.value.message} | {caught.value.hint}".count(why) == 1, caught.value
@@ -387,6 +397,55 @@ def test_what_lies_beside_a_model_is_left_behind_and_said(tmp_path: Path) -> Non
         plain(below(beginning)(state) | {name: torch.ones(3, 5)}, tmp_path / "other", model)
         with pytest.raises(ReshardError, match=name):
             reshard.split(tmp_path / "other", tmp_path / "none", tp=2, quiet=True)
+
+
+STRANGE = [
+    (below(""), "step.proj.weight", "/"),
+    (below("_orig_mod."), "model.tower.v_head.weight", "/"),
+    (below("state."), "state.tower.score.weight", "state"),
+    (below("pretrained_model."), "critic.v_head.weight", "pretrained_model"),
+]
+"""Names that end like that of a head, beside a model: none is the head of this one."""
+
+
+@pytest.mark.parametrize(("respell", "name", "chosen"), one_of_each(STRANGE))
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_an_unknown_tensor_gets_no_other_name(
+    respell: Callable[[State], State], name: str, chosen: str, container: str, tmp_path: Path
+) -> None:
+    model = store.checkpoint("gemma3")
+    state = names_and_values(model)
+    held = respell(load_file(model / "model.safetensors")) | {name: torch.ones(3, 5)}
+    run, given = stored(container, held, tmp_path / "run", model)
+    with pytest.raises(ReshardError, match="parts of one model or of several: ") as caught:
+        reshard.split(run, tmp_path / "out", tp=1, quiet=True, **given)
+    assert f"below '{name.rpartition('.')[0].rpartition('.')[0]}.'" in caught.value.message
+    done = reshard.split(run, tmp_path / "out", tp=1, weights=chosen, quiet=True, **given)
+    assert done.left_behind
+    reshard.merge(tmp_path / "out", tmp_path / "merged", names="published", quiet=True)
+    assert names_and_values(tmp_path / "merged") == state
+
+
+AVERAGES = {
+    "ema_params.n": ("model.", "ema_params.shadow."),
+    "state.ema_params.n": ("state.model.", "state.ema_params.shadow."),
+    "swa.n_averaged": ("", "swa.module."),
+    "n_averaged": ("module.", None),
+}
+
+
+@pytest.mark.parametrize("counter", one_of_each(AVERAGES))
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_counter_of_an_average_is_left_behind_with_it(counter: str, container: str, tmp_path: Path) -> None:
+    model, (beginning, average) = store.checkpoint("llama"), AVERAGES[counter]
+    state = load_file(model / "model.safetensors")
+    averaged = {key: value + 1 for key, value in state.items()} if average is not None else {}
+    held = below(beginning)(state) | below(str(average))(averaged) | {counter: torch.ones((), dtype=torch.int64)}
+    run, given = stored(container, held, tmp_path / "run", model)
+    done = reshard.split(run, tmp_path / "out", tp=1, quiet=True, **given)
+    assert counter.partition(".")[0] in {each.partition(".")[0] for each in done.left_behind}
+    reshard.merge(tmp_path / "out", tmp_path / "merged", names="published", quiet=True)
+    assert names_and_values(tmp_path / "merged") == names_and_values(model)
 
 
 def test_published_names_are_written_whatever_the_root(tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             raise CheckpointError(f"{where} has states of an optimizer ('{first}'), and no model")
         hint = "is config.json that of these tensors?" if names else None
         raise CheckpointError(f"{where} holds '{first}', and no tensor of this model", hint)
+    refuse_lora(
+        where, names.keys() - {stored for tensors in found.values() for each in tensors.values() for stored in each}
+    )
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(
             f"{where} has states of an optimizer ('{chosen}…'), and no model",
@@ -156,7 +159,6 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
         else:
             others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
-    refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
 
 

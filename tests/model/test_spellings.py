@@ -448,6 +448,45 @@ def test_a_counter_of_an_average_is_left_behind_with_it(counter: str, container:
     assert names_and_values(tmp_path / "merged") == names_and_values(model)
 
 
+@pytest.mark.parametrize("name", some({"qwen3_moe", "llama"}, (), ["step3p7", "dots3_note"]))
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "pt", "step": "3"}])
+def test_a_source_is_what_its_ranks_record_of_it(name: str, metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    """Also of names that a merge does not write by itself."""
+    plain(modules_of(name), run := tmp_path / "run", store.checkpoint(name))
+    save_file(modules_of(name), run / "model.safetensors", metadata)
+    reshard.split(run, tmp_path / "ranks", tp=1, quiet=True)
+    for original, other in ((run, tmp_path / "ranks"), (tmp_path / "ranks", run), (run, run)):
+        report = reshard.verify(original, other, exact_only=True, quiet=True)
+        assert report.verdict == "same", report.to_text()
+    save_file(modules_of(name), run / "model.safetensors", {"format": "tf"})
+    assert reshard.verify(tmp_path / "ranks", run, exact_only=True, quiet=True).verdict == "different"
+
+
+@pytest.mark.parametrize("name", some({"llava"}, (), ["gemma3", "internvl", "mistral3", "qwen3_moe"]))
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_a_head_beside_the_modules_keeps_its_name(name: str, container: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint(name), modules_of(name)
+    heads = {f"{head}.weight": torch.ones(1, 8) for head in ("v_head.summary", "reward_head")}
+    cases = itertools.product(("", "pretrained_model."), (load_file(model / "model.safetensors"), state))
+    for number, (beginning, held) in enumerate(cases):
+        run, given = stored(container, below(beginning)(held) | heads, tmp_path / f"run{number}", model)
+        ranks, out = tmp_path / f"ranks{number}", tmp_path / f"out{number}"
+        reshard.split(run, ranks, tp=1, quiet=True, **given)
+        reshard.merge(ranks, out, names="modules", max_shard_size="1GB", quiet=True)
+        assert load_file(out / "model.safetensors").keys() - state.keys() == heads.keys()
+
+
+@pytest.mark.parametrize("name", ["inkling_mm_model", "llava"])
+def test_a_head_beside_it_is_no_reason_to_lack_a_tower(name: str, tmp_path: Path) -> None:
+    model, head = store.checkpoint(name), {"v_head.summary.weight": torch.ones(1, 8)}
+    tower = {"llava": "vision_tower", "inkling_mm_model": "audio"}[name]
+    state = {key: each for key, each in load_file(model / "model.safetensors").items() if tower not in key}
+    for further in ({}, head):
+        plain(state | further, tmp_path / f"run{len(further)}", model)
+        with pytest.raises(ReshardError, match="no tensor of '"):
+            reshard.split(tmp_path / f"run{len(further)}", tmp_path / "out", tp=1, quiet=True)
+
+
 def test_published_names_are_written_whatever_the_root(tmp_path: Path) -> None:
     model = store.checkpoint("gpt2")
     state = load_file(model / "model.safetensors")

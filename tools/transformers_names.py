@@ -21,7 +21,7 @@ import transformers
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
+from reshard.formats.notation.architecture_files import HEADS, built_in_architectures, find_architecture, read_document
 from reshard.formats.notation.components import component_names, components, whole
 from reshard.formats.notation.format import Rules, Types, lines_of_types
 from reshard.formats.notation.format_file import PROGRAMS, format_of
@@ -90,6 +90,7 @@ def observe(model_type: str, built: Any) -> Observed:
         lines = list(merged([(target, _public(line)) for target, line in found], packed, parts))
         lines += conversions.of_absent(model, lines, {target for target, _ in found})
         lines += _tied(built, lines)
+        lines += _of_heads(own, lines)
         there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
         beyond = [name for name in built.state_dict() if name not in there]
         why = f"transformers' modules have '{beyond[0]}', which checkpoints do not have" if beyond else None
@@ -333,6 +334,14 @@ def _tied(built: Any, lines: Sequence[Line]) -> Iterator[Line]:
             yield {"from": [known.get(source, of)], "to": target, "also": True}
 
 
+def _of_heads(own: Iterable[str], lines: Sequence[Line]) -> Iterator[Line]:
+    """The names of heads that fine-tuned models have beside a model, where all other tensors are inside it."""
+    if any(line["from"] == ["**"] for line in lines):
+        names = ["lm_head.weight", *(name.replace(".*", ".**") for name in read_document(HEADS)["tensors"])]
+        taken = {name.partition(".")[0] for name in own}
+        yield from ({"from": [name], "to": name} for name in names if name.partition(".")[0] not in taken)
+
+
 def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     """The file's content: lines with the classes that they are for, and what a format cannot express.
 
@@ -367,7 +376,7 @@ def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
     groups: list[tuple[tuple[list[str], bool], dict[str, list[Line]]]] = []
     for key in sorted(line_of, key=lambda key: rank_of(line_of[key])):
         line, of = line_of[key], (sorted(types[key]), "without" in line_of[key])
-        is_prefix = line["from"][0].endswith("**")
+        is_prefix, _ = _rank(line)
         group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
         if group is None:
             group = {}
@@ -379,7 +388,8 @@ def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
 def rank_of(line: Line) -> tuple[bool, int]:
     """The place of a line among all: prefixes come last, the longest first."""
     prefix = line["from"][0]
-    return (True, -len(prefix)) if prefix.endswith("**") else (False, -("without" in line))
+    is_prefix = prefix.endswith("**") and (prefix != line["to"] or "." in prefix.removesuffix(".**"))  # or a head
+    return (True, -len(prefix)) if is_prefix else (False, -("without" in line))
 
 
 def _short(tensors: Mapping[str, Sequence[Line]]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def merge(request: WriteRequest) -> Summary:
     checkpoint, record = None if opened.was_split else opened.checkpoint, opened.record
     is_full = checkpoint is not None and bool(checkpoint.records) and not record.is_wrapped
     is_full &= request.names in {SOURCE_NAMES, record.names or PUBLISHED}
-    is_full &= request.names != PUBLISHED or not published_names(opened.model, opened.path)
+    is_full &= request.names != PUBLISHED or not published_names(opened)
     is_chosen = not isinstance(request.source, StoredPath) and Path(request.source).is_file()  # of several sets
     is_mended = checkpoint is not None and checkpoint.note is not None  # its index, or copies
     if is_full and not (request.is_changed or request.dtype or is_chosen or is_mended or opened.was_adapted):

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import is_index, numbers_in, without_numbers
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.wrappers import WRAPPERS, without_wrappers
@@ -33,7 +34,7 @@ _OF_OPTIMIZER = re.compile(
 _LORA = re.compile(r"(?:.*\.)?lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\..*)?")
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _OF_TRAINER = re.compile(
-    r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader"
+    r"rngs?|rng_states?(_\d+)?|(global_)?steps?|epochs?|(lr_|grad_|loss_)?(scheduler|scaler)s?|dataloader|n_averaged"
 )
 
 
@@ -86,8 +87,10 @@ class Naming:
         """
         known, strangers = {*self.known.values()}, defaultdict[str, set[str]](set)
         for stored, name in names.items():
-            top = name.partition(".")[0]
-            is_counter = self.beginning.startswith(f"{top}.") and _role(top) == "average"  # of an average: ema_params.n
+            top, around = name.partition(".")[0], f"{name.rpartition('.')[0]}."
+            is_counter = _role(around) == "average" and any(  # of an average: ema_params.n
+                beginning.startswith(around) for beginning in (self.beginning, *self.others)
+            )
             is_trainers = is_counter or _OF_TRAINER.fullmatch(top) is not None
             is_trainers = top in _OPTIMIZERS or (is_trainers and not name.endswith((".weight", ".bias")))
             is_behind = bool(self.beginning) and name.startswith(self.beginning)
@@ -133,6 +136,9 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
             raise CheckpointError(f"{where} has states of an optimizer ('{first}'), and no model")
         hint = "is config.json that of these tensors?" if names else None
         raise CheckpointError(f"{where} holds '{first}', and no tensor of this model", hint)
+    refuse_lora(
+        where, names.keys() - {stored for tensors in found.values() for each in tensors.values() for stored in each}
+    )
     if weights is None and _role(chosen) == "optimizer":
         raise CheckpointError(
             f"{where} has states of an optimizer ('{chosen}…'), and no model",
@@ -161,7 +167,6 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
         else:
             others[beginning] = frozenset(stored for all_of_it in tensors.values() for stored in all_of_it)
     plain = {stored: name for name, stored in known.items()}
-    refuse_lora(where, (names.keys() - plain).difference(*others.values()))
     return Naming(chosen, {plain[stored]: stored for stored in names if stored in plain}, others)
 
 
@@ -180,19 +185,25 @@ def known_forms(names: Iterable[str], spell: Spell) -> set[str]:
     return set[str]().union(*_claims(_forms(names), spell).values())
 
 
-def check_spelling(where: object, names: Iterable[str], spellings: Spellings) -> None:
-    """Raise CheckpointError for tensors of modules beside those that they are made of, behind whatever beginning."""
+def explained(error: ReshardError, where: object, names: Iterable[str], spellings: Spellings) -> ReshardError:
+    """The error for tensors of these names, behind whatever beginning, with what their spelling explains: they are of
+    modules beside those that these are made of, or may be of modules that cannot be read.
+    """
     names = [*map(without_wrappers, names)]
 
     def first(is_one: Callable[[str], bool]) -> str:
         return min(known_forms(names, lambda name: name if is_one(name) else None), default="")
 
     if (of_modules := first(spellings.is_joined)) and (apart := first(spellings.is_apart)):
-        raise CheckpointError(
+        return CheckpointError(
             f"{where} has names of two spellings: '{of_modules}' of transformers' modules, '{apart}' of published "
             "checkpoints",
             "save the one model alone, with the names of one of them",
         )
+    if spellings.refusal is None or spellings.refusal in error.message:
+        return error
+    why = f"if these are the names of transformers' modules: this type's cannot be read, as {spellings.refusal}"
+    return type(error)(error.message, with_hint(why, error.hint or ""))
 
 
 def are_states(names: Iterable[str]) -> bool:
@@ -240,8 +251,7 @@ def _is_beside(beginning: str, model: str, found: Mapping[str, Mapping[str, obje
     layer, and the model itself has none of them.
     """
     tensors = found[beginning]
-    is_around = model.startswith(beginning) or beginning.startswith(model)
-    is_lone = is_around and beginning != model and _role(beginning) == _role(model)
+    is_lone = model.startswith(beginning) and beginning != model and _role(beginning) == _role(model)
     return is_lone and not any(map(numbers_in, tensors)) and tensors.keys().isdisjoint(found[model])
 
 

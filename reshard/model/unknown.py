@@ -16,7 +16,6 @@ from typing import Any
 import tomli_w
 
 from reshard.formats.errors import NotationError, PlanError, listed
-from reshard.formats.hints import with_hint
 from reshard.formats.notation.architecture import SETTINGS, Architecture, LineNames
 from reshard.formats.notation.axes import Dim, Summand
 from reshard.formats.notation.tables import newer_than_tables
@@ -65,7 +64,6 @@ def no_rule(unknown: Unknown, architecture: Architecture, config: Mapping[str, A
 def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, str]:
     """Return a reason that covers all tensors without a line together, and its hint; empty if there is none."""
     from reshard.formats.notation.adapters import tensors_of_modules  # for an error alone
-    from reshard.formats.notation.format_file import format_of
 
     others, count = unknown.others, f"{len(unknown.others):,}"
     modules = LineNames((tensor.name for tensor in tensors_of_modules(architecture, config)), architecture.prefixes)
@@ -74,13 +72,9 @@ def _of_many(unknown: Unknown, architecture: Architecture, config: Mapping[str, 
             "it is a name of transformers' modules",
             "save it again with save_original_format=True, which writes the published names",
         )
-    types = format_of("transformers").types
-    refused = types.refused.get(types.name_of(config))
     strangers = [name for name in others if architecture.match(f"{name.rpartition('.')[0]}.weight") is None]
     if 2 * len(strangers) > len(unknown.names) > 1:
-        of_modules = f"the names of transformers' modules cannot be read for this type: {refused}" if refused else ""
-        known = f"{count} of {len(unknown.names):,} tensors have none"
-        return known, with_hint("is config.json that of these tensors?", of_modules)
+        return f"{count} of {len(unknown.names):,} tensors have none", "is config.json that of these tensors?"
     templates = dict.fromkeys(named_in(architecture, name) for name in others)
     known_ones = {named_in(architecture, name) for name in unknown.names}.difference(templates)
     if beginning := _beginning(templates, known_ones):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from reshard.formats.errors import PlanError
 from reshard.formats.notation.architecture import filled, numbers_in
 from reshard.formats.notation.components import Component, component_names, components, whole
-from reshard.formats.notation.format import Format, Line, Pattern, Use
+from reshard.formats.notation.format import MODULES, Format, Line, Pattern, Use
 from reshard.formats.notation.heads import class_of, is_headless
 from reshard.mesh.stages import divided
 from reshard.model.model import BoundTensor, Kind, Model
@@ -83,7 +83,8 @@ def check_model_type(model: Model, format: Format, *, files: bool = False) -> No
     elif why is None and compared and not {kind, cls} & compared:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
-        raise PlanError(f"'{name}' has no place in the format '{format.name}': {why}")
+        hint = "leave out --names: the names stay" if format.spelling == MODULES else None
+        raise PlanError(f"'{name}' has no place in the format '{format.name}': {why}", hint)
 
 
 _KEPT = Line(Pattern("**"), (Pattern("**"),))

@@ -425,6 +425,7 @@ class Present:
             return frozenset()
         own = (line for line in self.lines if line not in rules.tensors or not rules.is_table(line))
         others = (line for line in (*own, *self.strange) if "." in line and line not in known.all)
+        others = (name for name in others if (at := rules.stage_of(name)) is None or at.text != "last")  # no head
         if any(known.modules.isdisjoint(modules_around(line)) for line in others):
             return frozenset()
         return frozenset(name for name, tower in known.towers.items() if tower.is_of(self.model.config))

@@ -37,7 +37,7 @@ from reshard.model.naming import (
     Naming,
     SeveralError,
     are_states,
-    check_spelling,
+    explained,
     known_forms,
     name_all,
     refuse_lora,
@@ -204,12 +204,12 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
         is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
         if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
-    except (CheckpointError, PlanError):
+    except (CheckpointError, PlanError) as error:
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
             refuse_lora(path, map(without_wrappers, checkpoint.tensors))
-            check_spelling(path, checkpoint.tensors, Spellings(architecture, config))
+            raise explained(error, path, checkpoint.tensors, Spellings(architecture, config)) from None
         raise
     index = path / checkpoint.index_name if checkpoint.index_name else None
     notes = (checkpoint.note, naming.note if naming is not None else None)
@@ -228,14 +228,9 @@ def _bound(
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
     full = _full_tensors(tensors)
-
-    def are_same(name: str, first: str) -> bool:
-        return look_alike(tensors[name], tensors[first])
-
     tied = may_be_tied(architecture, config)
     seconds = Spellings(architecture, config).second_names(tensors) if tied else {}
-    again = {second: first for second, first in seconds.items() if are_same(second, first)}
-    twice = tied_twice(architecture, config, full, are_same, again)
+    twice = tied_twice(architecture, config, full, lambda a, b: look_alike(tensors[a], tensors[b]), seconds)
     full = [tensor for tensor in full if tensor.name not in twice]
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 

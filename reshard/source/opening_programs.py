@@ -28,7 +28,7 @@ from reshard.formats.files.training import model_files, read_training
 from reshard.formats.mesh import Mesh, mesh_of
 from reshard.formats.notation.architecture import SETTINGS, Architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, Format
-from reshard.formats.notation.format_file import format_of, is_in_modules, with_names
+from reshard.formats.notation.format_file import is_in_modules, with_names
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, name_in, read_file
 from reshard.formats.wrappers import without_wrappers
@@ -36,7 +36,7 @@ from reshard.mesh.plan import Plan
 from reshard.model.binding import bind, check_numbers, tied_twice
 from reshard.model.config_dtype import dtype_of, with_dtype
 from reshard.model.model import FEW, AxisSizes, FullTensor, Model
-from reshard.model.naming import Spell, check_spelling, known_forms, name_all
+from reshard.model.naming import Spell, explained, known_forms, name_all
 from reshard.placement.arrangement import Arrangement, arrangement_of, on_mesh
 from reshard.placement.inverse import NameInverse
 from reshard.placement.program_plan import made_config, program_plan
@@ -194,19 +194,12 @@ def open_program(folder: Folder, model: Model | None = None) -> Source:
         _, reading, nearest = min(unlike, key=lambda entry: entry[0])
         return _source(folder, reading, nearest, lacking=True)
     error = max(misfits, key=lambda misfit: misfit.rank).error
-    if trained and model is None:
+    if model is None and (trained or format.modules):
         config, _ = _config_of(format, folder, ())
-        check_spelling(folder.path, _saved(folder, format).tensors, Spellings(folder.architecture(config), config))
-        raise _with_refusal(error, config)
+        of_files = itertools.chain(*(folder.weights(file.path)[0] for file in files if not trained))
+        names = _saved(folder, format).tensors if trained else of_files
+        raise explained(error, folder.path, names, Spellings(folder.architecture(config), config))
     raise error
-
-
-def _with_refusal(error: ReshardError, config: Mapping[str, Any]) -> ReshardError:
-    """The error for a run; if its type's names in modules cannot be read, with the reason in place of the hint."""
-    types = format_of("transformers").types
-    refused = types.refused.get(types.name_of(config))
-    why = f"if these are the names of transformers' modules: this type's cannot be read, as {refused}"
-    return error if refused is None else type(error)(error.message, why)
 
 
 def _check_complete(reading: _ReadAs, folder: Folder) -> tuple[str, ...]:
@@ -217,13 +210,16 @@ def _check_complete(reading: _ReadAs, folder: Folder) -> tuple[str, ...]:
     try:
         return check_complete(reading.model, folder.path)
     except CheckpointError as error:
+        architecture = reading.model.architecture
+        if reading.training is None and not reading.format.modules:
+            raise
         saved = reading.training.saved.tensors if reading.training is not None else {}
         strangers = len(saved.keys() & {*reading.training.parts.rest}) if reading.training is not None else 0
-        if 2 * strangers <= len(saved):
-            raise _with_refusal(error, reading.model.config) if reading.training is not None else error from None
-        what = f"{strangers:,} of {len(saved):,} tensors are none of '{reading.model.architecture.name}'"
-        told = CheckpointError(f"{folder.path}: {what}", "is config.json that of these tensors?")
-        raise _with_refusal(told, reading.model.config) from None
+        told: ReshardError = error
+        if 2 * strangers > len(saved):
+            what = f"{strangers:,} of {len(saved):,} tensors are none of '{architecture.name}'"
+            told = CheckpointError(f"{folder.path}: {what}", "is config.json that of these tensors?")
+        raise explained(told, folder.path, (), Spellings(architecture, reading.model.config)) from None
 
 
 def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: Model | None) -> _ReadAs:

@@ -115,7 +115,6 @@ def parts_of(
     names = {stored: name for stored in checkpoint.tensors if not ignores(name := without_wrappers(stored))}
     naming = name_all(checkpoint.path, names, spell, weights)
     prefix, model = naming.beginning, dict(naming.known)
-    inside = {stored: name.removeprefix(prefix) for stored, name in names.items() if name.startswith(prefix)}
     plain_name = {stored: name for name, stored in model.items()}
     of_name = {name: stored for stored in plain_name for name in (names[stored].removeprefix(prefix), names[stored])}
     tops = {names[stored].removeprefix(prefix).partition(".")[0] for stored in plain_name}
@@ -125,10 +124,11 @@ def parts_of(
         if stored in plain_name:
             continue
         affix, weight = _state_of(name, of_name)
+        is_inside = name.startswith(prefix) and not naming.is_other(stored)
         if affix is not None and checkpoint.tensors[stored].shape == checkpoint.tensors[weight].shape:
             states[affix][plain_name[weight]] = stored
-        elif affix is None and stored in inside and inside[stored].partition(".")[0] in tops:
-            model[inside[stored]] = stored  # of the model, and unknown: whoever opens it says so
+        elif affix is None and is_inside and name.removeprefix(prefix).partition(".")[0] in tops:
+            model[name.removeprefix(prefix)] = stored  # of the model, and unknown: whoever opens it says so
         else:
             rest_names.append(stored)
     return SavedParts(model, dict(states), (*rest_names, *(name for name in checkpoint.objects if not ignores(name))))

@@ -152,6 +152,7 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
     matches = ((rules.match(info.name), info) for info in base.tensors)
     names = {(match.template, tuple(sorted(match.indices.items()))): info for match, info in matches if match}
     pairs, rest = pairs_of(adapter, lora, rules)
+    shared = tuple(line[:-1] for line, stage in rules.stages.items() if stage.text == "every" and "{" in line)
 
     def numbered(part: SourcePart, stacked: str | None, indices: Mapping[str, int]) -> Iterator[BoundTensor]:
         """The base model's tensors of a part: one, or those of all indices of a stack from 0 on."""
@@ -189,6 +190,8 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
         replaced[weight.name] = tensors[tensor.name]
     for place, target, a, b in pairs:
         indices, is_embedding = a.indices, a.template.endswith(A_ENDS[-1])
+        if target.name.startswith(shared):
+            raise PlanError(f"{ADAPTER}: '{a.name}' changes in one layer a weight that others have, too, stored once")
         whole, parts = sources_of(target, indices)
         is_crossed = whole.shapes[0][0].arrow is not None
         along = int(is_crossed != whole.turned)  # the output

@@ -172,7 +172,8 @@ def merged(source: Source, plan_file: Path | None = None) -> Source:
     """The full checkpoint that a merge of a split source would write, put together as it is read."""
     from reshard.transforms.tensors import changed, tensors_of  # numpy
 
-    return _transformed(changed(source, source.display_name, tensors_of(source)), source, plan_file)
+    store = changed(source, source.display_name, tensors_of(source))
+    return replace(_transformed(store, source, plan_file), manifest=source.manifest)
 
 
 def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:

@@ -27,9 +27,8 @@ from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings
-from reshard.formats.store import FilePath
 from reshard.mesh.plan import Plan
-from reshard.model.model import Model, in_order
+from reshard.model.model import in_order
 from reshard.move.jobs import FilePlan
 from reshard.move.moves import INTACT_RANK
 from reshard.placement.arrangement import arrangement_of
@@ -43,30 +42,24 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_SIZE = 5_000_000_000
 
 
-def _is_in_modules(model: Model, where: FilePath) -> bool:
-    """Whether all tensors already have the names of transformers' modules, by all lines of the model's type."""
-    with suppress(PlanError):
-        spellings = Spellings(find_architecture(model.config, where), model.config)
-        return all(spellings.in_modules(kind.name) == kind.name for kind in model.kinds)
-    return False
-
-
-def published_names(model: Model, where: FilePath) -> dict[str, str]:
-    """The published names of tensors that have other ones, by all lines of the model's type.
+def published_names(source: Source) -> dict[str, str]:
+    """The published names of tensors that have other ones, by all lines of the model's type, and the first names of
+    tied tensors by their second ones: a published checkpoint has each tensor once.
 
     Raises CheckpointError if they are not known, and for a tensor that is several in published checkpoints.
     """
+    model, seconds = source.model, dict(source.aliases)
     with suppress(PlanError):
-        spellings = Spellings(find_architecture(model.config, where), model.config)
+        spellings = Spellings(find_architecture(model.config, source.path), model.config)
         why = spellings.refusal
         if joined := next((kind.name for kind in model.kinds if spellings.is_joined(kind.name)), None):
             why = f"'{joined}' is a tensor of transformers' modules, and not all names here can be read as theirs"
         if why is not None:
-            raise CheckpointError(f"{where}: {why}", "leave out --names: the names stay")
+            raise CheckpointError(f"{source.path}: {why}", "leave out --names: the names stay")
         if not all(spellings.published(kind.name) in {kind.name, None} for kind in model.kinds):
             published = ((tensor.name, spellings.published(tensor.name)) for tensor in model.tensors)
-            return {name: found for name, found in published if found is not None and found != name}
-    return {}
+            return seconds | {name: found for name, found in published if found is not None and found != name}
+    return seconds
 
 
 class Output:
@@ -97,10 +90,9 @@ class Output:
         is_spelled_so = (record.names or PUBLISHED) == wanted and not (
             record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
         )
-        renamed = published_names(plan.model, source.path) if is_full and names == PUBLISHED else {}
+        renamed = published_names(source) if is_full and names == PUBLISHED else {}
         self.is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so and not renamed
-        is_spelled = is_full and wanted == MODULES and not _is_in_modules(plan.model, source.path)
-        spelled = in_modules(format) if is_spelled else format
+        spelled = in_modules(format) if is_full and wanted == MODULES else format
         # a loader asks for each name that was saved
         is_run = source.checkpoint is None and names in {PUBLISHED, None}  # whose second names are the trainer's
         is_named = format.files.is_distributed and format.rules.keep and not is_run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection
@@ -76,6 +78,19 @@ def pickled(state: State, folder: Path, model: Path) -> None:
 
 def distributed(state: State, folder: Path, model: Path) -> None:
     dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+
+
+CONTAINERS: dict[str, Callable[[State, Path, Path], None] | None] = {
+    "safetensors": plain, "bin": pickled, "dcp": distributed, "live": None,
+}  # fmt: skip
+
+
+def stored(container: str, state: State, folder: Path, model: Path) -> tuple[object, dict[str, Path]]:
+    """A source that has these tensors, and what is given with it."""
+    if (write := CONTAINERS[container]) is None:
+        return reshard.state_dict(state), {"config": model}
+    write(state, folder, model)
+    return folder, {"config": model} if container == "dcp" else {}
 
 
 def below(beginning: str) -> Callable[[State], State]:
@@ -208,6 +223,44 @@ def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: 
     assert names_and_values(tmp_path / "back") == published
 
 
+REFUSED = sorted(NO_PLACE - {"diffusion_gemma", "esm", "esm-absolute", "zamba", "zamba2"})
+
+
+@pytest.mark.parametrize("name", some({"ernie4_5_vl_moe", "qianfan_ocr", "qwen4_exp_text", "molmo2"}, (), REFUSED))
+def test_a_type_whose_names_in_modules_are_not_known_is_told_so(name: str, tmp_path: Path) -> None:
+    """Whether they are asked for or are there, in every container."""
+    model, state = store.checkpoint(name), modules_of(name)
+    config = json.loads((model / "config.json").read_text())
+    why = Spellings(find_architecture(config, model), config).refusal
+    assert why is not None
+    reshard.split(model, tmp_path / "ranks", tp=1, quiet=True)
+    cases = [(at, {}, "modules") for at in (model, tmp_path / "ranks")]
+    cases += [(*stored(each, state, tmp_path / each, model), "published") for each in CONTAINERS]
+    for source, given, names in cases:
+        with pytest.raises(ReshardError) as caught:
+            reshard.merge(source, tmp_path / "out", names=names, quiet=True, **given)
+        assert f"{caught.value.message} | {caught.value.hint}".count(why) == 1, caught.value
+    with pytest.raises(ReshardError, match=re.escape(why)) as caught:
+        reshard.split(model, tmp_path / "out", format="dcp", names="modules", quiet=True)
+    assert "leave out names" in str(caught.value.hint) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", some({"t5", "llama-tied"}, (), ["marian", "mbart", "bart", "gpt2"]))
+def test_published_names_are_those_of_each_tensor_once(name: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint(name), modules_of(name)
+    plain(state, tmp_path / "plain", model)
+    reshard.split(tmp_path / "plain", tmp_path / "ranks", tp=1, quiet=True)
+    wanted = {key: state[key] for key in state.keys() & names_and_values(model).keys() - zoo.ZOO[name].copies.keys()}
+    for source in ("plain", "ranks"):
+        out = tmp_path / f"of {source}"
+        reshard.merge(tmp_path / source, out, names="published", quiet=True)
+        found = load_file(out / "model.safetensors")
+        assert found.keys() == wanted.keys() < state.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        with pytest.raises(ReshardError, match="there is nothing to merge"):
+            reshard.merge(out, tmp_path / "none", names="published", quiet=True)
+
+
 @pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe"}, (), zoo.ZOO))
 def test_a_name_is_spelled_there_and_back(name: str) -> None:
     """No name of a published checkpoint is that of a module of another tensor."""
@@ -244,6 +297,26 @@ def test_an_untied_head_that_config_json_calls_tied_is_kept(tmp_path: Path) -> N
         reshard.merge(run, out, config=model, quiet=True)
         names = load_file(out / "model.safetensors").keys()
         assert ("language_model.lm_head.weight" in names) is not is_tied and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("name", some({"t5", "llama-tied"}, (), ["marian", "mbart", "bart", "gpt2"]))
+def test_an_untied_head_of_a_tied_model_is_refused_until_config_json_says_so(name: str, tmp_path: Path) -> None:
+    """In every container: what is written is what can be opened again."""
+    model, state = store.checkpoint(name), modules_of(name)
+    state = below("module.")(state | {"lm_head.weight": state["lm_head.weight"] + 1})
+    config = json.loads((model / "config.json").read_text())
+    for is_tied, write in itertools.product((True, False), (plain, pickled, distributed)):
+        at, out = tmp_path / f"{write.__name__}{is_tied}", tmp_path / f"out of {write.__name__}{is_tied}"
+        write(state, at, model)
+        (at / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+        if is_tied:
+            with pytest.raises(ReshardError, match="because the two are tied, but differs") as caught:
+                reshard.merge(at, out, quiet=True)
+            assert '"tie_word_embeddings": false' in str(caught.value.hint) and not out.exists()
+            continue
+        reshard.merge(at, out, quiet=True)
+        assert reshard.verify(at, out, exact_only=True, quiet=True).verdict == "same"
+        assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], state["module.lm_head.weight"])
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:
@@ -331,6 +404,94 @@ def test_what_lies_beside_a_model_is_left_behind_and_said(tmp_path: Path) -> Non
         plain(below(beginning)(state) | {name: torch.ones(3, 5)}, tmp_path / "other", model)
         with pytest.raises(ReshardError, match=name):
             reshard.split(tmp_path / "other", tmp_path / "none", tp=2, quiet=True)
+
+
+STRANGE = [
+    (below(""), "step.proj.weight", "/"),
+    (below("_orig_mod."), "model.tower.v_head.weight", "/"),
+    (below("state."), "state.tower.score.weight", "state"),
+    (below("pretrained_model."), "critic.v_head.weight", "pretrained_model"),
+]
+"""Names that end like that of a head, beside a model: none is the head of this one."""
+
+
+@pytest.mark.parametrize(("respell", "name", "chosen"), one_of_each(STRANGE))
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_an_unknown_tensor_gets_no_other_name(
+    respell: Callable[[State], State], name: str, chosen: str, container: str, tmp_path: Path
+) -> None:
+    model = store.checkpoint("gemma3")
+    state = names_and_values(model)
+    held = respell(load_file(model / "model.safetensors")) | {name: torch.ones(3, 5)}
+    run, given = stored(container, held, tmp_path / "run", model)
+    with pytest.raises(ReshardError, match="parts of one model or of several: ") as caught:
+        reshard.split(run, tmp_path / "out", tp=1, quiet=True, **given)
+    assert f"below '{name.rpartition('.')[0].rpartition('.')[0]}.'" in caught.value.message
+    done = reshard.split(run, tmp_path / "out", tp=1, weights=chosen, quiet=True, **given)
+    assert done.left_behind
+    reshard.merge(tmp_path / "out", tmp_path / "merged", names="published", quiet=True)
+    assert names_and_values(tmp_path / "merged") == state
+
+
+AVERAGES = {
+    "ema_params.n": ("model.", "ema_params.shadow."),
+    "state.ema_params.n": ("state.model.", "state.ema_params.shadow."),
+    "swa.n_averaged": ("", "swa.module."),
+    "n_averaged": ("module.", None),
+}
+
+
+@pytest.mark.parametrize("counter", one_of_each(AVERAGES))
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_counter_of_an_average_is_left_behind_with_it(counter: str, container: str, tmp_path: Path) -> None:
+    model, (beginning, average) = store.checkpoint("llama"), AVERAGES[counter]
+    state = load_file(model / "model.safetensors")
+    averaged = {key: value + 1 for key, value in state.items()} if average is not None else {}
+    held = below(beginning)(state) | below(str(average))(averaged) | {counter: torch.ones((), dtype=torch.int64)}
+    run, given = stored(container, held, tmp_path / "run", model)
+    done = reshard.split(run, tmp_path / "out", tp=1, quiet=True, **given)
+    assert counter.partition(".")[0] in {each.partition(".")[0] for each in done.left_behind}
+    reshard.merge(tmp_path / "out", tmp_path / "merged", names="published", quiet=True)
+    assert names_and_values(tmp_path / "merged") == names_and_values(model)
+
+
+@pytest.mark.parametrize("name", some({"qwen3_moe", "llama"}, (), ["step3p7", "dots3_note"]))
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "pt", "step": "3"}])
+def test_a_source_is_what_its_ranks_record_of_it(name: str, metadata: dict[str, str] | None, tmp_path: Path) -> None:
+    """Also of names that a merge does not write by itself."""
+    plain(modules_of(name), run := tmp_path / "run", store.checkpoint(name))
+    save_file(modules_of(name), run / "model.safetensors", metadata)
+    reshard.split(run, tmp_path / "ranks", tp=1, quiet=True)
+    for original, other in ((run, tmp_path / "ranks"), (tmp_path / "ranks", run), (run, run)):
+        report = reshard.verify(original, other, exact_only=True, quiet=True)
+        assert report.verdict == "same", report.to_text()
+    save_file(modules_of(name), run / "model.safetensors", {"format": "tf"})
+    assert reshard.verify(tmp_path / "ranks", run, exact_only=True, quiet=True).verdict == "different"
+
+
+@pytest.mark.parametrize("name", some({"llava"}, (), ["gemma3", "internvl", "mistral3", "qwen3_moe"]))
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_a_head_beside_the_modules_keeps_its_name(name: str, container: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint(name), modules_of(name)
+    heads = {f"{head}.weight": torch.ones(1, 8) for head in ("v_head.summary", "reward_head")}
+    cases = itertools.product(("", "pretrained_model."), (load_file(model / "model.safetensors"), state))
+    for number, (beginning, held) in enumerate(cases):
+        run, given = stored(container, below(beginning)(held) | heads, tmp_path / f"run{number}", model)
+        ranks, out = tmp_path / f"ranks{number}", tmp_path / f"out{number}"
+        reshard.split(run, ranks, tp=1, quiet=True, **given)
+        reshard.merge(ranks, out, names="modules", max_shard_size="1GB", quiet=True)
+        assert load_file(out / "model.safetensors").keys() - state.keys() == heads.keys()
+
+
+@pytest.mark.parametrize("name", ["inkling_mm_model", "llava"])
+def test_a_head_beside_it_is_no_reason_to_lack_a_tower(name: str, tmp_path: Path) -> None:
+    model, head = store.checkpoint(name), {"v_head.summary.weight": torch.ones(1, 8)}
+    tower = {"llava": "vision_tower", "inkling_mm_model": "audio"}[name]
+    state = {key: each for key, each in load_file(model / "model.safetensors").items() if tower not in key}
+    for further in ({}, head):
+        plain(state | further, tmp_path / f"run{len(further)}", model)
+        with pytest.raises(ReshardError, match="no tensor of '"):
+            reshard.split(tmp_path / f"run{len(further)}", tmp_path / "out", tp=1, quiet=True)
 
 
 def test_published_names_are_written_whatever_the_root(tmp_path: Path) -> None:

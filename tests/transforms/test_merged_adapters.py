@@ -420,6 +420,21 @@ def test_what_an_adapter_has_of_tokens_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), one_of_each([("zamba", "shared_transf"), ("zamba2", "shared_transformer")])
+)
+@pytest.mark.parametrize("layer", [1, 3])
+def test_an_adapter_to_one_of_the_layers_that_share_a_weight_is_refused(
+    name: str, module: str, layer: int, tmp_path: Path
+) -> None:
+    """The checkpoint has the weight once, for all of them."""
+    target = f"layers.{layer}.{module}.self_attn.q_proj"
+    adapter = peft_adapters.made(name, "linear", target_modules=[target])
+    with pytest.raises(PlanError, match=rf"{target}.lora_A.weight' changes in one layer a weight that others have"):
+        merge(store.checkpoint(name), tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     experts = peft_adapters.made("mixtral", "experts")
     with pytest.raises(PlanError, match=r"has shape \[18, 80\], but the rule '\(expert 3\) hidden' gives \[15, 80\]"):

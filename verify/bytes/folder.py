@@ -224,10 +224,11 @@ def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator
     sizes are the same in all headers (see ``Structure``).
     """
     if shards.checkpoint is not None:  # its format alone is anybody's concern, unless it is the original's file
-        own = {file.name: file.metadata for file in original.files.values()}
-        for file in shards.files.values():
-            if file.header is not None and file.metadata != own.get(file.name):
-                yield from config_differences(file.name, {**file.metadata, "format": "pt"}, dict(file.metadata))
+        recorded = original.manifest.source.files if original.manifest is not None else ()
+        own = [(file.name, dict(file.metadata)) for file in original.files.values()]
+        own += [(file.name, parse_header(file.header, Path(file.name), file.size).metadata) for file in recorded]
+        for file in (file for file in shards.files.values() if file.header and (file.name, file.metadata) not in own):
+            yield from config_differences(file.name, {**file.metadata, "format": "pt"}, dict(file.metadata))
         return
     true = dataclasses.replace(original.identity(plan), source=expected_source(original, shards))
     if shards.stated is not None:
@@ -248,8 +249,7 @@ def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator
                 expected |= chunks_metadata({name: at.offset for name, at in chunks.items()})
             # One that is not expected may be no JSON
             texts = [key for key in (METADATA_KEY, OFFSETS_KEY) if key in expected and key in file.metadata]
-            sides = (expected, file.metadata)
-            one, other = ({**side, **{key: json.loads(side[key]) for key in texts}} for side in sides)
+            one, other = ({**side, **{k: json.loads(side[k]) for k in texts}} for side in (expected, file.metadata))
             yield from config_differences(file.name, one, other)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -54,3 +54,9 @@ class Program(Protocol):
 
     def ranks(self, request: Request) -> Iterator[ProgramRank]:
         """Each rank, built, while the process is that rank."""
+
+
+def held(model: Any, loader: Any) -> Mapping[str, Tensor]:
+    """The tensors of a model by the names that a loader of sharded states, vLLM's or SGLang's, has for them."""
+    found: Mapping[str, Tensor] = loader._filter_subtensors(model.state_dict(keep_vars=True))
+    return found

@@ -146,7 +146,7 @@ def test_shape_and_dtype_are_compared() -> None:
 @pytest.mark.parametrize("lacks", ["vllm", "reshard", "vllm.config"])
 def test_a_python_without_vllm_names_the_option(lacks: str) -> None:
     with pytest.raises(LiveError, match=f"ended early: ModuleNotFoundError: No module named '{lacks}'") as caught:
-        vllm_check._answer(0, f"Traceback\nModuleNotFoundError: No module named '{lacks}'\n")
+        vllm_check._answer(f"Traceback\nModuleNotFoundError: No module named '{lacks}'\n")
     assert caught.value.hint == "give the Python of an environment that has vLLM and reshard with engine_python"
 
 

@@ -154,7 +154,7 @@ def test_a_change_after_loading_is_refused_or_found(change: str) -> None:
 
 @BOTH
 def test_memory_that_is_given_away_is_refused(small: int) -> None:
-    with pytest.raises(NotFollowedError, match=r"numpy.* of 'joined': writes there are unseen"):
+    with pytest.raises(NotFollowedError, match=r"numpy.* of 'joined': writes there are not followed"):
         found(FILES, small, lambda model: model.joined.detach().numpy().fill(0))
 
 

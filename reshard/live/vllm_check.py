@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from reshard.formats.documents import json_bytes
@@ -28,7 +27,7 @@ ANSWER = "reshard's answer: "
 """The mark before the line with the result: vLLM prints lines of its own."""
 
 
-def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> Sequence[str]:
+def check(source: str | Path, target: Target, *, python: str = sys.executable, timeout: float = 600.0) -> list[str]:
     """Compare vLLM's loader with our rules: one line for each tensor of a rank that differs, none if they agree.
 
     ``source`` is a checkpoint in Hugging Face's form, of which only headers are read; ``target`` has ranks of tp, and
@@ -47,38 +46,40 @@ def check(source: str | Path, target: Target, *, python: str = sys.executable, t
         return _answer(run_program(command, "vLLM's loader", timeout, folder)[1])
 
 
-def _answer(output: str) -> Sequence[str]:
+def _answer(output: str) -> list[str]:
     lines = output.strip().splitlines()
-    for line in lines:
-        if line.startswith(ANSWER):
-            answer: list[str] = json.loads(line.removeprefix(ANSWER))
-            return answer
-    last = [line for line in lines if "Error" in line] or lines or ["it said nothing"]
-    lacks = "No module named" in output
-    hint = "give the Python of an environment that has vLLM and reshard with --engine-python" if lacks else None
-    raise LiveError(f"the check ended early: {last[-1]}", hint)
+    said = next((line.removeprefix(ANSWER) for line in lines if line.startswith(ANSWER)), None)
+    if said is not None:
+        ranks, stopped = json.loads(said)
+    else:
+        stopped = f"the check ended early: {([line for line in lines if 'Error' in line] or lines or ['no word'])[-1]}"
+    if stopped is not None:
+        hint = "give the Python of an environment that has vLLM and reshard with --engine-python"
+        raise LiveError(stopped, hint if "No module named" in stopped else None)
+    return [line for lines in ranks for line in lines]
 
 
 def main() -> None:
     """Print how vLLM's loader and our rules differ, as each rank. The config.json is in the folder CONFIG."""
     from reshard.live.witness import compare, probed, recorded, unlike
-    from reshard.verify.loader.in_vllm import built, prepare
-    from reshard.verify.loader.program import Request
+    from reshard.verify.loader.program import ProgramRank, Request
+    from reshard.verify.loader.witness import answer
 
     source, config, goal = sys.argv[1:]
-    target = target_of(goal)
-    arrangement, lines = arranged(open_any(source, Access(), Weights.HEADERS).model, target), list[str]()
+    target, own = target_of(goal), str(Path.cwd())
+    arrangement = arranged(open_any(source, Access(), Weights.HEADERS).model, target)
     tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in arrangement.plan.model.tensors}
     dtype = DTYPE_NAMES[stated_dtype(arrangement.plan.model.config) or "BF16"]  # vLLM would have BF16 in place of F32
-    request = Request("vllm", config, "", str(Path.cwd()), dtype, tp=target.tp, ep=target.ep)
-    prepare(request)
-    for rank in range(target.tp):
-        with built(request, rank) as (model, *_):
-            loaded = recorded(model, model.load_weights, tensors)
-            lines += compare(arrangement, rank, model, loaded)
-            for name in unlike(loaded, probed(model, model.load_weights, tensors)):
-                lines.append(f"rank {rank}: '{name}': the index probe differs from the recorder")
-    print(ANSWER + json.dumps(lines), flush=True)
+
+    def ask(rank: ProgramRank) -> list[str]:
+        number, model = int(rank.name.removeprefix("rank ")), rank.model
+        loaded = recorded(model, model.load_weights, tensors)
+        again = unlike(loaded, probed(model, model.load_weights, tensors))
+        lines = [f"rank {number}: '{name}': the index probe differs from the recorder" for name in again]
+        return [*compare(arrangement, number, model, loaded), *lines]
+
+    found = answer(Request("vllm", config, own, own, dtype, tp=target.tp, ep=target.ep), ask)
+    print(ANSWER + json.dumps([found["ranks"], found["stopped"]]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -90,33 +90,26 @@ def _replace(module: str, name: str, value: Any) -> None:
 
 def ranks(request: Request) -> Iterator[ProgramRank]:
     """Each rank of each stage, in the order of its files."""
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
-    for stage in range(request.pp):
-        for rank in range(request.tp):
-            with built(request, rank, stage) as (model, load, reserved):
-                name = f"rank {rank}" if request.pp == 1 else f"rank {rank} of stage {stage}"
-                files = mapped(request.shards, ShardedStateLoader._render_default_pattern(part="*"))
-                yield ProgramRank(name, partial(held, model, ShardedStateLoader), files, load, reserved)
-            del model, load, reserved  # modules refer to each other: two ranks would be in memory
-            gc.collect()
-
-
-@contextmanager
-def built(request: Request, rank: int, stage: int = 0) -> Iterator[tuple[Any, Callable[[], object], Creation]]:
-    """Be a rank of vLLM's: its model before loading, what loads the original, and what of memory nobody wrote."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     torch.set_num_threads(1)
-    _be(rank, request.tp, stage, request.pp)
-    config = _config(request, rank, stage)
-    loader, model_config, reserved = get_model_loader(config.load_config), config.model_config, Creation()
-    with set_current_vllm_config(config):
-        with set_default_torch_dtype(model_config.dtype), torch.device("cpu"), reserved:
-            model: Any = loader.create_model(vllm_config=config, model_config=model_config)
-        yield model, partial(loader.load_weights, model, model_config), reserved
+    for stage in range(request.pp):
+        for rank in range(request.tp):
+            _be(rank, request.tp, stage, request.pp)
+            config = _config(request, rank, stage)
+            loader, model_config, reserved = get_model_loader(config.load_config), config.model_config, Creation()
+            with set_current_vllm_config(config):
+                with set_default_torch_dtype(model_config.dtype), torch.device("cpu"), reserved:
+                    model: Any = loader.create_model(vllm_config=config, model_config=model_config)
+                name = f"rank {rank}" if request.pp == 1 else f"rank {rank} of stage {stage}"
+                load = partial(loader.load_weights, model, model_config)
+                files = mapped(request.shards, ShardedStateLoader._render_default_pattern(part="*"))
+                yield ProgramRank(name, partial(held, model, ShardedStateLoader), files, load, reserved, model=model)
+            del model, load, loader, reserved, config  # modules refer to each other: two ranks would be in memory
+            gc.collect()
 
 
 def _config(request: Request, rank: int, stage: int) -> Any:

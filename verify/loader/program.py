@@ -35,7 +35,8 @@ class ProgramRank:
 
     ``held`` gives the tensors that the program's own files of this rank would have, by their names there; after
     ``load``, which loads the original, too. ``files`` are the tensors of the shards. ``reserved`` knows what of memory
-    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder.
+    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder. ``model`` is
+    the module, if there is one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ProgramRank:
     load: Callable[[], object]
     reserved: Creation | None = None
     ignored: Sequence[str] = ()
+    model: Any = None
 
 
 class Program(Protocol):

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from reshard.verify.loader.watch import SMALL, Creation
+from reshard.verify.loader.watch import Creation
 
 
 @dataclass(frozen=True)
 class Request:
     """The original, and shards for a mesh of so many ranks; ``dtype`` is torch's name of the model's, if it is known.
 
-    ``scratch`` is a folder that is removed, ``small`` the largest number of elements that are loaded for real.
+    ``scratch`` is a folder that is removed.
     """
 
     program: str
@@ -26,7 +26,6 @@ class Request:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    small: int = SMALL
 
 
 @dataclass(frozen=True)

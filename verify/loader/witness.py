@@ -84,10 +84,10 @@ def _differences(
         yield f"{count:,} of {len(wrong):,} elements that it loads, first at {first(wrong, tensor.shape)}"
 
 
-def answer(request: Request, ask: Callable[[ProgramRank], Any] | None = None) -> dict[str, Any]:
-    """Ask the loader about each rank, by default as ``judge`` does. ``stopped`` says what ended it early, in the
-    program's own words.
-    """
+def answer(
+    request: Request, ask: Callable[[ProgramRank], Any] = lambda rank: asdict(judge(rank))
+) -> dict[str, Any]:  # fmt: skip
+    """Ask the loader about each rank. ``stopped`` says what ended it early, in the program's own words."""
     found: dict[str, Any] = {"name": request.program, "ranks": [], "stopped": None}
     doing = f"reshard does not know the inside of the {request.program} that is installed there"
     try:
@@ -96,7 +96,7 @@ def answer(request: Request, ask: Callable[[ProgramRank], Any] | None = None) ->
         doing = f"{found['name']} stopped while it built its model on this machine"
         for rank in program.ranks(request):
             doing = f"{found['name']} stopped while it loaded the original as {rank.name}"
-            found["ranks"].append(ask(rank) if ask is not None else asdict(judge(rank, request.small)))
+            found["ranks"].append(ask(rank))
             doing = f"{found['name']} stopped while it built its model on this machine, after {rank.name}"
             del rank  # or two would be in memory
     except NotFollowedError as error:

@@ -58,6 +58,8 @@ def run_ranks(
     Raises :class:`RankError` when a rank fails, after ending all others, and the first :class:`RankAnswer` that a rank
     raises. What ranks print goes to standard error.
     """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}")
     if is_launched():
         return _run_as_rank(fn, world_size, args, device, timeout, progress)
     turns = Turns([device_of(device, rank) for rank in range(world_size)], timeout, progress)

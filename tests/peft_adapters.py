@@ -12,6 +12,7 @@ from tests import store, zoo
 
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"target_modules": "all-linear"},
+    "tower": {"target_modules": ["fc1", "attn.proj", "q_proj", "multi_modal_projector.mm_input_projection"]},
     "embeddings": {"target_modules": ["embed_tokens", "lm_head"]},
     "positions": {"target_modules": ["wpe", "c_attn"]},
     "experts": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from reshard.formats.documents import Reader, Record, Unfit, items, json_object, mapping, number, structure, text, whole
 from reshard.formats.errors import PlanError, brief
-from reshard.formats.notation.architecture import SETTINGS, Architecture, Rule, with_experts, with_first_indices
+from reshard.formats.notation.architecture import PREFIX, SETTINGS, Architecture, Rule, with_experts, with_first_indices
 from reshard.formats.notation.axes import Dim, Shape, Summand, parse
 from reshard.formats.notation.components import linear, unfused
 from reshard.formats.notation.format import Pattern
@@ -86,8 +86,6 @@ def in_halves(tensor: ModuleTensor) -> ModuleTensor:
     return ModuleTensor(tensor.name, parts, ((Shape(dims), tensor.shapes[0][1]),), turned=matrices[0].turned)
 
 
-PREFIX = "base_model.model."
-"""The prefix of module names in an adapter."""
 Number = TypeVar("Number", int, float)
 MERGE_IT = "'reshard split BASE OUT --adapter ADAPTER' writes its base model with the adapter in it"
 """The hint for a command that an adapter alone cannot do."""

@@ -207,7 +207,7 @@ class Architecture:
             filled_in = filled(spelling, match.indices)
             if known == filled_in or (filled_in.endswith("*") and known.startswith(filled_in[:-1])):
                 return name
-        return name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+        return with_other_root(name)
 
     def covers(self, template: str) -> bool:
         """Whether a line covers the names of a template; the line may end in ``*``."""
@@ -425,9 +425,7 @@ def trie(tensors: Iterable[str], prefixes: tuple[str, ...], *, later_wins: bool 
         setattr(node, kind, template)
     for template, spelling in spelled:  # with the root, or without it, where no line says another thing
         with suppress(NotationError):
-            node = _node_of(
-                root, template, spelling.removeprefix(ROOT) if spelling.startswith(ROOT) else ROOT + spelling
-            )
+            node = _node_of(root, template, with_other_root(spelling))
             kind = "rest" if spelling.endswith("*") else "template"
             setattr(node, kind, getattr(node, kind) or template)
     return root
@@ -455,6 +453,15 @@ def _node_of(root: _Node, template: str, spelling: str) -> _Node:
 
 ROOT = "model."
 """The module of transformers around all parts of a model but its head: names have it, or not."""
+PREFIX = "base_model.model."
+"""The prefix of module names in an adapter."""
+
+
+def with_other_root(name: str) -> str:
+    """A name without the root if it has it, else with it."""
+    prefix = PREFIX if name.startswith(PREFIX) else ""
+    inner = name.removeprefix(prefix)
+    return prefix + (inner.removeprefix(ROOT) if inner.startswith(ROOT) else ROOT + inner)
 
 
 def spellings(template: str, prefixes: Sequence[str]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from reshard.formats.notation.architecture import (
     filled,
     numbers_in,
     with_first_indices,
+    with_other_root,
     without_numbers,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand
@@ -148,7 +149,7 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
 
 def _forms(name: str) -> tuple[str, str]:
     """A name, and the same with the root or without it."""
-    return name, name.removeprefix(ROOT) if name.startswith(ROOT) else ROOT + name
+    return name, with_other_root(name)
 
 
 class Spellings:

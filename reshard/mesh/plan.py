@@ -75,6 +75,17 @@ class Layout:
         """The ranks that have a part without elements."""
         return frozenset(rank for rank, box in self.boxes.items() if 0 in box.shape and 0 not in self.full)
 
+    @cached_property
+    def numbers(self) -> int:
+        """The numbers of a tensor on all ranks together, also of one that is packed."""
+        return sum(
+            math.prod(
+                sum(run.length for run in runs) * dim.step // dim.per
+                for runs, dim in zip(box.dims, self.rule.dims, strict=True)
+            )
+            for box in self.boxes.values()
+        )
+
     def runs(self, dim: int) -> list[tuple[Run, ...]]:
         """The runs of a dimension that each rank owns."""
         return [self.boxes[rank].dims[dim] if rank in self.boxes else () for rank in range(self.ranks)]

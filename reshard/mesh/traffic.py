@@ -5,11 +5,10 @@ Pure: computed from a plan. Nothing is measured: no latency, no overlap, and no 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.mesh.plan import Layout, Plan
+from reshard.mesh.plan import Plan
 from reshard.mesh.totals import activation_bytes, all_reduces, is_weight
 
 CHOSEN = (
@@ -80,7 +79,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     # an embedding is looked up: of embedding and head, and of a second embedding, one is multiplied with
     head = max(tables, key=lambda kind: ("vocab" in kind.axes, kind.name.endswith("head.weight")), default=None)
     met = (kind for kind in weights if kind is head or kind not in tables)
-    numbers = sum(_numbers(plan.laid[kind]) * kind.count * (used if experts[kind] else 1) for kind in met) / mesh.size
+    numbers = sum(plan.laid[kind].numbers * kind.count * (used if experts[kind] else 1) for kind in met) / mesh.size
     dims = zip(plan.laid[head].full, plan.laid[head].rule.dims, strict=True) if head is not None else ()
     hidden = max((length for length, dim in dims if not dim.axes & vocabulary), default=0)
     layers = frozenset[int]().union(*(kind.layers for kind, axes in experts.items() if axes))
@@ -103,14 +102,3 @@ def _chosen(settings: Mapping[str, object]) -> int | None:
     parts = [settings, *(part for part in settings.values() if isinstance(part, Mapping))]
     found = (part[key] for part in parts for key in CHOSEN if isinstance(part.get(key), int))
     return next(found, None)
-
-
-def _numbers(layout: Layout) -> int:
-    """The numbers of a weight on all ranks together, also of one that is packed."""
-    return sum(
-        math.prod(
-            sum(run.length for run in runs) * dim.step // dim.per
-            for runs, dim in zip(box.dims, layout.rule.dims, strict=True)
-        )
-        for box in layout.boxes.values()
-    )

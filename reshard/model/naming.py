@@ -41,6 +41,12 @@ class ChoiceError(CheckpointError):
     """A model is chosen that is not there."""
 
 
+class SeveralError(CheckpointError):
+    """Several models are there, or parts of one: ``is_all`` if each name is a tensor of one of them."""
+
+    is_all = False
+
+
 class LoraError(CheckpointError):
     """A LoRA adapter is among the weights: it is opened apart from its base (``reshard.source.lora``)."""
 
@@ -137,7 +143,9 @@ def name_all(where: object, names: Mapping[str, str], spell: Spell, weights: str
         what = f"{'two' if len(models) == 2 else len(models)} models" if overlap else "parts of one model or of several"
         counts = ", ".join(f"{len(found[b]):,} {'' if n else 'tensors are '}{_place(b)}" for n, b in enumerate(models))
         choices = " or ".join(f"--weights {shlex.quote(b[:-1] or TOP)}" for b in models)
-        raise CheckpointError(f"{where} has {what}: {counts}", f"choose one: {choices}")
+        several = SeveralError(f"{where} has {what}: {counts}", f"choose one: {choices}")
+        several.is_all = sum(len(stored) for b in models for stored in found[b].values()) == len(names)
+        raise several
     twice = next((all_of_it for all_of_it in found[chosen].values() if len(all_of_it) > 1), ())
     if twice:
         raise CheckpointError(f"{where} has two tensors of one name, '{twice[0]}' and '{twice[1]}'")

@@ -31,8 +31,8 @@ from reshard.formats.files.checkpoint import (
 from reshard.formats.files.dcp import Distributed
 from reshard.formats.files.safetensors import TensorInfo
 from reshard.formats.files.training import model_files, read_training
-from reshard.formats.notation.adapters import PREFIX, LoraSettings, adapter_architecture, of_pattern, settings_of
-from reshard.formats.notation.architecture import SETTINGS, Architecture
+from reshard.formats.notation.adapters import LoraSettings, adapter_architecture, of_pattern, settings_of
+from reshard.formats.notation.architecture import PREFIX, SETTINGS, Architecture
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.quantization.methods import without_quantization
 from reshard.formats.store import FilePath
@@ -302,8 +302,10 @@ def open_alone(folder: Folder, run: LoraRun, adapted: Model | None = None) -> So
     try:
         return open_folder(side, adapted=adapted)
     except LoraError:
-        what = f"{run.path}: its LoRA adapter has tensors that belong to no module of the model"
-        raise CheckpointError(what, "is config.json that of the adapter's base model?") from None
+        raise CheckpointError(
+            f"{run.path}: its LoRA adapter changes a module that is not known of this model",
+            "is config.json that of the adapter's base model? if it is, merge with PEFT (merge_and_unload)",
+        ) from None
 
 
 def _shapes_in(folder: Folder) -> dict[str, tuple[int, ...]]:

@@ -32,7 +32,16 @@ from reshard.formats.wrappers import has_wrappers, without_wrappers
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind, lines_for, may_be_tied, tied_twice
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.model.naming import ChoiceError, Naming, are_states, check_spelling, known_forms, name_all, refuse_lora
+from reshard.model.naming import (
+    ChoiceError,
+    Naming,
+    SeveralError,
+    are_states,
+    check_spelling,
+    known_forms,
+    name_all,
+    refuse_lora,
+)
 from reshard.model.unknown import NoRuleError
 from reshard.publishing.journal import unfinished_command
 from reshard.source.access import Access, Place
@@ -195,7 +204,7 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
         is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
         if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
-    except (CheckpointError, NoRuleError):
+    except (CheckpointError, PlanError):
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:
@@ -251,7 +260,7 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
 
 def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> Source | None:
     """A checkpoint with the names of transformers' own modules; None if it has others. It may be shards of a model that
-    it is ``like``.
+    it is ``like``. Raises SeveralError for several models, if each tensor is of one of them.
     """
     from reshard.source.opening_programs import open_program  # rarely needed
 
@@ -259,7 +268,9 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
     try:
         source = open_program(folder)
         source = open_program(folder, like) if like is not None else source
-    except ReshardError:
+    except ReshardError as error:
+        if isinstance(error, SeveralError) and error.is_all:
+            raise
         return None
     if source.ranks[0].keys() != checkpoint.tensors.keys():  # a merge writes other names
         checkpoint = replace(checkpoint, records=(), index=None, index_name=None, renamed=True)

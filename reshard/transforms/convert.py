@@ -27,7 +27,6 @@ from reshard.formats.errors import CheckpointError, MismatchError, PlanError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, CONFIG
 from reshard.formats.files.safetensors import DTYPE_BITS, SourceFileRecord, build_header, tensor_bytes
 from reshard.formats.notation.adapters import (
-    PREFIX,
     Adapted,
     LoraSettings,
     other_stacks,
@@ -36,7 +35,7 @@ from reshard.formats.notation.adapters import (
     tensors_of_modules,
     wrapped,
 )
-from reshard.formats.notation.architecture import SETTINGS, Architecture, filled
+from reshard.formats.notation.architecture import PREFIX, SETTINGS, Architecture, filled
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import AdapterFormat, ExpertFactor

@@ -23,6 +23,7 @@ from reshard.formats.notation.adapters import (
     LoraSettings,
     belongings,
     matrix_sides,
+    module_of,
     of_pattern,
     settings_of,
     unlabelled,
@@ -33,7 +34,7 @@ from reshard.formats.notation.components import indices_of
 from reshard.formats.notation.expressions import Expression
 from reshard.formats.notation.format import Pattern
 from reshard.formats.notation.format_file import ExpertFactor
-from reshard.formats.notation.spellings import ModuleTensor, SourcePart
+from reshard.formats.notation.spellings import ModuleTensor, SourcePart, Spellings
 from reshard.model.model import BoundTensor, Model
 from reshard.transforms.tensors import Tensor
 
@@ -170,10 +171,15 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
         at = "".join(f", {axis} {index}" for axis, index in indices.items())
         raise MismatchError(f"{ADAPTER} changes '{target.name}'{at}, which the base model lacks", _OTHER_BASE)
 
+    for weight, a, b in _of_open_lines(base, rest):
+        scale = scale_of(lora, module_of(a.name), a.shape[0])
+        product = Product(tensors[a.name], tensors[b.name], LINEAR, 1, ("out", "in"), scale)
+        terms[weight.name].append(Term(product, 0, 0, 0, range(weight.shape[0]), 0))
     for tensor, adapted, suffix in rest:
+        if tensor.template.endswith("*"):
+            continue
         if adapted is None or suffix not in _OF_BASE:
-            why = "it is in a part of the model without rules" if tensor.template.endswith("*") else _NO_PART
-            raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {why}", _WITH_PEFT)
+            raise PlanError(f"{ADAPTER}: tensor '{tensor.name}' is not merged: {_NO_PART}", _WITH_PEFT)
         weight = sources_of(adapted, tensor.indices)[1][0][0]
         if (tensor.dtype, tensor.shape) != (weight.dtype, weight.shape):
             raise MismatchError(
@@ -212,6 +218,29 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
         if at != sizes[sides[along]]:
             raise _does_not_fit(a, b, parts[0][0])
     return terms, replaced
+
+
+def _of_open_lines(base: Model, rest: Others) -> Iterator[tuple[BoundTensor, BoundTensor, BoundTensor]]:
+    """Yield each matrix in a part of the model without rules that an adapter changes, with its A and B.
+
+    Raises PlanError for what is not A or B of a matrix that the base model stores as the module has it.
+    """
+    of_open = {tensor.name: tensor for tensor, _, _ in rest if tensor.template.endswith("*")}
+    if not of_open:
+        return
+    spellings = Spellings(base.architecture, base.config)
+    weights = {spellings.tensor(info.name): info for info in base.tensors if info.template.endswith("*")}
+    for name, tensor in of_open.items():
+        place, dot, _ = name.rpartition(".lora_")
+        a, b = (of_open.get(f"{place}{dot}{factor}.weight") for factor in "AB")
+        weight = weights.get(spellings.tensor(f"{module_of(name)}.weight"))
+        if a is None or b is None or weight is None or not len(a.shape) == len(b.shape) == len(weight.shape) == 2:
+            why = "it is in a part of the model without rules, and no A or B of a matrix there"
+            raise PlanError(f"{ADAPTER}: tensor '{name}' is not merged: {why}", _WITH_PEFT)
+        if (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1] or weight.dtype not in FLOATS:
+            raise _does_not_fit(a, b, weight)
+        if tensor is a:
+            yield weight, a, b
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:

@@ -42,10 +42,11 @@ CASES = [
     ("gemma4_text-experts", "experts"), ("gpt2", "linear"), ("phi3", "linear"), ("bamba", "linear"),
     ("gpt2", "positions"), ("phi", "embeddings"), ("lfm2_moe", "experts"), ("minimax", "linear"), ("jamba", "linear"),
     ("laguna", "embeddings"), ("bailing_hybrid", "linear"), ("qwen3_vl_moe", "experts"), ("nomic_bert", "linear"),
+    ("gemma3", "tower"), ("glm4v", "tower"),
 ]  # fmt: skip
-"""Models of the zoo, and what of them is changed: modules with other names, stacks with either side first."""
+"""Models of the zoo, and what of them is changed: modules with other names, stacks with either side first, a tower."""
 
-TOLD = ("bamba", "gpt2", "jamba", "lfm2_moe")
+TOLD = ("bamba", "glm4v", "gpt2", "jamba", "lfm2_moe")
 """Models of which a rank's config.json cannot say all sizes."""
 
 
@@ -268,6 +269,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "list as bias": ({"bias": []}, "an adapter with 'bias=\\[\\]' is not merged"),
     "list as layout": ({"lora_B_layout": ["x"]}, "lora_B_layout should be a text"),
 }
+
+
+def test_a_convolution_in_a_tower_is_refused(tmp_path: Path) -> None:
+    source = peft_adapters.made("glm4v", "tower", target_modules=["patch_embed.proj"])
+    with pytest.raises(PlanError, match="without rules, and no A or B of a matrix there"):
+        merge(store.checkpoint("glm4v"), tmp_path / "out", adapter=source)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -71,6 +71,7 @@ COMMANDS = ("tests/verify/test_cli.py",)
 VLLM = ("tests/programs/test_vllm.py", "tests/programs/test_vllm_names.py")
 PROFILE = ("tests/profile/test_profile.py",)
 WITNESS = ("tests/live/test_witness.py",)
+LOADER = ("tests/verify/test_loader.py",)
 RECEIVER = ("tests/live/test_vllm_engine.py",)
 ROUTES = ("tests/live/test_combinations.py",)
 CHANGES = ("tests/live/test_changes.py",)
@@ -232,6 +233,12 @@ MUTATIONS = (
     Mutation("verify/rank", "PyThreadState_SetAsyncExc(ident, over)", "PyThreadState_Check(None)", LAUNCHES),
     Mutation("verify/rank", "= self._failure or (rank, error)", "= (rank, error)", LAUNCHES),
     Mutation("reshard/profile", "with _without_the_script(), undone(kill):", "with undone(kill):", LAUNCHES),
+    # a program's own loader
+    Mutation("verify/loader", "if argument.alias_info is not None and argument.alias_info.is_write:", "if False:",
+             LOADER),
+    Mutation("verify/loader", "marks == _OTHER, marks == _UNTOUCHED", "marks == _OTHER, marks != marks", LOADER),
+    Mutation("verify/loader", "if func in _OUTSIDE and memory(args[0]) in self._names:", "if False:", LOADER),
+    Mutation("verify/loader", "return is_written is False", "return False", LOADER),
     # live: the plan of a push
     Mutation("reshard/live", "int(place) * stride for", "int(place) for", ROUTES),
     Mutation("reshard/live", "first(at.holder, number) + at.base", "first(at.holder, number)", ROUTES),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,7 +21,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 """The dtypes of headers that torch has as one."""
 
 __all__ = [
-    "PrefixStore", "TorchDispatchMode", "TorchFunctionMode", "tree_leaves", "tree_map", "with_tensors",  # passed on
+    "PrefixStore", "TorchDispatchMode", "tree_leaves", "tree_map", "with_tensors",  # passed on
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ OWN = "reshard but reshard.formats but reshard.verify"
 NEVER = [
     ("reshard.formats", "reshard but reshard.formats"),
     (f"reshard but reshard.cli{''.join(f' but {each}' for each in COMMAND_LINES)}", "reshard.cli"),
-    ("reshard but reshard.verify but reshard.profile", "reshard.verify"),
+    ("reshard but reshard.verify but reshard.profile but reshard.live", "reshard.verify"),
+    ("reshard.live", "reshard.verify but reshard.verify.loader but reshard.verify.ending"),
     ("reshard but reshard.live", "reshard.live"),
     ("reshard but reshard.profile", "reshard.profile"),
     *((f"reshard.{room}", "reshard.text") for room in ("model", "mesh", "placement", "source", "move", "publishing")),

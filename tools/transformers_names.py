@@ -376,7 +376,7 @@ def _of_types(lines: Iterable[tuple[str, Line, str]]) -> list[dict[str, Any]]:
     groups: list[tuple[tuple[list[str], bool], dict[str, list[Line]]]] = []
     for key in sorted(line_of, key=lambda key: rank_of(line_of[key])):
         line, of = line_of[key], (sorted(types[key]), "without" in line_of[key])
-        is_prefix, _ = _rank(line)
+        is_prefix, _ = rank_of(line)
         group = next((tensors for names, tensors in groups if names == of and not is_prefix), None)
         if group is None:
             group = {}

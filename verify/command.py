@@ -33,7 +33,7 @@ from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.bytes.kept import is_known, is_quantized, stays_float32
 from reshard.verify.bytes.rules import own_rules
 from reshard.verify.bytes.structure import Structure
-from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_loader, program_of
+from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError, ask, check_python, program_of
 from reshard.verify.report.answer import Answer, OwnPlan, exact_summary
 from reshard.verify.report.evidence import evidence_of
 from reshard.verify.run_settings import BYTES_ALONE, RunSettings, Unmerged
@@ -157,9 +157,7 @@ def _check_machine(request: VerifyRequest) -> None:
         device_of(request)
     if request.engine is not None:
         require_transformers("the engine's run")
-        from reshard.verify.engine.compare import check_engine  # torch
-
-        check_engine(_engine_options(request).python)
+        check_python("engine_python", _engine_options(request).python, request.engine)
 
 
 def _not_run(request: VerifyRequest) -> CheckpointError:
@@ -172,7 +170,7 @@ def _ask(python: str, original: Source, shards: Source, progress: Callable[[str]
     """The word of the own loader of the program that the shards are for. Raises ReshardError."""
     form = "reshard's own folders" if shards.format.plain else f"the format '{shards.format.name}'"
     program = program_of(shards.format.loading.engine, shards.path, form)
-    check_loader(python, program)
+    check_python("loader", python, program)
     held = Counter(tensor.dtype for tensor in original.model.tensors if tensor.dtype in DTYPE_NAMES)
     dtype = stated_dtype(original.model.config) or next((dtype for dtype, _ in held.most_common(1)), None)
     folders = (local_folder(original.path), local_folder(shards.path))

@@ -11,13 +11,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from reshard.formats.errors import ReshardError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,6 +40,32 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
     finally:
         undo()
         _to_undo.remove(undo)
+
+
+def run_program(command: Sequence[str], what: str, timeout: float, folder: Path) -> tuple[int, str]:
+    """Run a command in a folder, and in a session of its own, so that all of its processes end with it.
+
+    Returns the exit code and what it wrote. Raises ReshardError if it has not ended in time.
+    """
+    sessions = list[int]()
+
+    def kill() -> None:
+        for leader in sessions:
+            with suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+
+    try:
+        with undone(kill):
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder,
+                start_new_session=True, text=True, errors="replace",
+            )  # fmt: skip
+            sessions.append(process.pid)
+            output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.wait()
+        raise ReshardError(f"{what} has not ended after {timeout:.0f} s") from None
+    return process.returncode, output
 
 
 @contextmanager

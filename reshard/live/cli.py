@@ -82,11 +82,13 @@ def _plan(
 def _check(source: str, receiver: str, python: Path | None, as_json: bool) -> bool:
     from reshard.live.meshes import target_of
     from reshard.live.vllm_check import check
+    from reshard.verify.ending import one_line_when_interrupted
 
     target = target_of(receiver)
     if target.program != "vllm" or target.pp > 1 or target.ep not in (1, target.tp):
         raise click.UsageError("--to names vLLM on ranks of tp: vllm:tp4, or vllm:tp4ep4 with experts over them")
-    lines = check(source, target, python=str(python or sys.executable))
+    with one_line_when_interrupted(lambda: "reshard: interrupted\n"):  # vLLM's process ends, too
+        lines = check(source, target, python=str(python or sys.executable))
     document = {"source": source, "to": str(target), "agree": not lines, "differences": lines}
     agreed = f"{source}: vLLM's own loader and the rules agree on each element of {plural(target.tp, 'rank')}"
     print_answer(as_json, document, *(lines or [agreed]))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import LiveError
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.torch_internals import TORCH_DTYPES, TorchDispatchMode, TorchFunctionMode, tree_leaves
+from reshard.formats.torch_internals import TORCH_DTYPES, TorchDispatchMode
 from reshard.live import sides
 from reshard.live.routing import View, routes_between, view_of
 from reshard.mesh.plan import make_plan
@@ -30,6 +30,7 @@ from reshard.model.model import BoundTensor
 from reshard.placement.arrangement import Arrangement, align_atoms, arrangement_of
 from reshard.placement.stored import Stored
 from reshard.source.source import UNSPLIT
+from reshard.verify.loader.watch import KeptInside, NotFollowedError, memory, tensors_in, written
 
 Ranges = NDArray[np.int64]
 """An array of shape ``[n, 4]``: see above."""
@@ -39,8 +40,6 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 _ATEN = torch.ops.aten
 _ONE_BY_ONE = frozenset([_ATEN._to_copy.default, _ATEN.clone.default, _ATEN.exp.default, _ATEN.neg.default])
 """Operations that compute each element alone."""
-_OUTSIDE = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
-"""Functions that give memory away: torch does not see who writes there."""
 _BITS = 40
 """The bits of an element's number within its tensor, in the index probe."""
 
@@ -65,14 +64,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name: torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
             for name, (dtype, shape) in tensors.items()
         }
-        self._numbers = {_storage(tensor): at for at, tensor in enumerate(self.tensors.values())}
+        self._numbers = {memory(tensor): at for at, tensor in enumerate(self.tensors.values())}
         self._empty = set[int]()
         self.copies = defaultdict[int, list[Copied]](list)
         self._rooms: dict[int, torch.Tensor] = {}  # kept: no other storage gets their number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a copy, or follow a view. Raises LiveError for an operation that cannot be followed."""
-        numbers = [self._numbers.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
+        numbers = [self._numbers.get(memory(tensor)) for tensor in tensors_in((args, kwargs))]
         followed = [number for number in numbers if number is not None]
         if not followed:
             self._refuse_changes(func, args, kwargs or {})
@@ -87,55 +86,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self._unfollowed(func, followed[0])
         into, origin = _view(args[0]), _view(args[1].expand(args[0].shape))
         if followed[0] not in self._empty:
-            self.copies[_storage(args[0])].append(Copied(into, followed[0], origin))
-            self._rooms.setdefault(_storage(args[0]), args[0])
+            self.copies[memory(args[0])].append(Copied(into, followed[0], origin))
+            self._rooms.setdefault(memory(args[0]), args[0])
         return args[0]
 
     def _refuse_changes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Raise LiveError if an operator writes where a tensor of the checkpoint has been loaded."""
-        for at, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+        for into in written(func, args, kwargs):
+            if (room := self._rooms.get(memory(into))) is None:
                 continue
-            for written in _tensors(args[at] if at < len(args) else kwargs.get(argument.name)):
-                if (room := self._rooms.get(_storage(written))) is None:
-                    continue
-                copies, view = self.copies[_storage(written)], _view(written)
-                try:
-                    ranges([Copied(view, -1, view), *copies])
-                    seen = written.element_size() == room.element_size()
-                except LiveError:
-                    seen = False
-                if not seen:
-                    raise self._unfollowed(func, copies[0].number, "what was loaded of ")
+            copies, view = self.copies[memory(into)], _view(into)
+            try:
+                ranges([Copied(view, -1, view), *copies])
+                seen = into.element_size() == room.element_size()
+            except LiveError:
+                seen = False
+            if not seen:
+                raise self._unfollowed(func, copies[0].number, "what was loaded of ")
 
     def _unfollowed(self, func: Any, number: int, what: str = "") -> LiveError:
         name = [*self.tensors][number]
         return LiveError(f"the loader does '{func}' with {what}tensor '{name}', which is not followed here")
 
 
-class _NoNumpy(TorchFunctionMode):
-    """Refuses to give away the memory of a model's tensors while a loader is followed."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self._rooms = {_storage(room) for room in rooms_of(model).values()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OUTSIDE and _storage(args[0]) in self._rooms:
-            raise LiveError(f"the loader takes '{func.__name__}' of a parameter: writes there cannot be followed")
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _view(tensor: torch.Tensor) -> View:
     return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -154,10 +129,13 @@ def recorded(model: torch.nn.Module, load: Load, tensors: Shapes) -> dict[str, S
     Parameters have their load-time shapes. Raises LiveError if the loader does something with a tensor that is not
     followed.
     """
-    recorder = Recorder(tensors)
-    with _NoNumpy(model), recorder:
-        load(recorder.tensors.items())
-    return {name: recorder.copies.get(_storage(room), ()) for name, room in rooms_of(model).items()}
+    recorder, names = Recorder(tensors), {memory(room): name for name, room in rooms_of(model).items()}
+    try:
+        with KeptInside(names), recorder:
+            load(recorder.tensors.items())
+    except NotFollowedError as error:
+        raise LiveError(str(error)) from None
+    return {name: recorder.copies.get(memory(room), ()) for name, room in rooms_of(model).items()}
 
 
 def probed(model: torch.nn.Module, load: Load, tensors: Shapes) -> dict[str, Ranges]:

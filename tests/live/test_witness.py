@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from reshard.mesh.plan import Degrees
 from reshard.placement.arrangement import Arrangement, on_mesh
 from reshard.placement.program_plan import plan_for
 from reshard.source.opening import open_source
+from reshard.verify.loader.program import ProgramRank, Request
 from tests import store, zoo
 from tests.live.loaders import Model
 from tests.marks import one_of_each
@@ -146,8 +149,36 @@ def test_shape_and_dtype_are_compared() -> None:
 @pytest.mark.parametrize("lacks", ["vllm", "reshard", "vllm.config"])
 def test_a_python_without_vllm_names_the_option(lacks: str) -> None:
     with pytest.raises(LiveError, match=f"ended early: ModuleNotFoundError: No module named '{lacks}'") as caught:
-        vllm_check._answer(0, f"Traceback\nModuleNotFoundError: No module named '{lacks}'\n")
+        vllm_check._answer(f"Traceback\nModuleNotFoundError: No module named '{lacks}'\n")
     assert caught.value.hint == "give the Python of an environment that has vLLM and reshard with engine_python"
+
+
+@pytest.mark.parametrize("of", ["its own", "the other's", "nobody's"])
+def test_each_rank_is_asked_in_one_process(
+    of: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has its own part of the model, or that of the other rank; or the engine refuses the model."""
+    folder = store.checkpoint("llama")
+    bound = open_source(folder).model
+    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bound.tensors}
+
+    def ranks(request: Request) -> Iterator[ProgramRank]:
+        for rank in range(request.tp):
+            assert of != "nobody's"
+            model = Model(bound.config, tensors, rank if of == "its own" else 1 - rank, request.tp)
+            yield ProgramRank(f"rank {rank}", model.state_dict, {}, lambda: None, model=model)
+
+    fake = SimpleNamespace(prepare=lambda _: "vLLM 9", ranks=ranks)
+    monkeypatch.setitem(sys.modules, "reshard.verify.loader.in_vllm", fake)
+    monkeypatch.setattr(sys, "argv", ["", str(folder), str(folder), "vllm:tp2"])
+    vllm_check.main()
+    said = capsys.readouterr().out
+    if of == "nobody's":
+        with pytest.raises(LiveError, match="vLLM 9 stopped while it built its model on this machine: AssertionError"):
+            vllm_check._answer(said)
+        return
+    lines = vllm_check._answer(said)
+    assert {line[:7] for line in lines} == (set() if of == "its own" else {"rank 0:", "rank 1:"})
 
 
 def test_what_is_not_followed_is_an_error() -> None:

@@ -6,8 +6,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,11 +16,14 @@ import torch.distributed.checkpoint as dcp
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.safetensors import build_header, read_header
+from reshard.formats.notation.format_file import all_formats, format_of
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import one_of_each
+from tests.oracles.torchfile import load_dcp
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
+from tests.programs.test_sglang import as_older, as_sglang
 from tests.programs.test_torchtitan import bits, of_torchtitan
 from tests.support import contents
 from tests.wrong_rules import swapped
@@ -106,57 +110,127 @@ def test_the_way_back_restores_every_byte(form: str, model: str, mesh: str, tmp_
     assert _weights(tmp_path / "without") == _weights(original)
 
 
-def _of_torchtitan(_: str, original: Path, folder: Path) -> bool:
-    wanted = of_torchtitan(original, "qkv_linear.", "lm_head")
-    found: dict[str, Any] = {key: torch.zeros_like(each) for key, each in wanted.items()}
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    return bits(found) == bits(wanted)
+Judge = Callable[[str, Path, Path], bool]
+"""Says of an oracle's case, its original and a folder whether the folder is what the program holds."""
 
 
-def _of_transformers(_: str, original: Path, folder: Path) -> bool:
-    found, wanted = (class_of(each).from_pretrained(each).state_dict() for each in (folder, original))
-    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+def _of(oracle: str) -> Judge:
+    return lambda case, _, folder: problem(oracle, case, folder) is None
 
 
 def _of_vllm(case: str, _: Path, folder: Path) -> bool:
     return module("vllm", "check").check(*case.split("-"), folder) == []
 
 
-def _of(oracle: str) -> Callable[[str, Path, Path], bool]:
-    return lambda case, _, folder: problem(oracle, case, folder) is None
+def _as_vllm(named: Callable[[str], str | None]) -> Judge:
+    """Whether each rank has vLLM's tensors, which have other names there."""
+
+    def judge(_: str, original: Path, folder: Path) -> bool:
+        split(original, theirs := folder.with_name(f"{folder.name}-vllm"), tp=2, format="vllm")
+        files = sorted(file.name for file in theirs.glob("model-rank-*"))
+        pairs = [[tensors_of([each / file]) for each in (folder, theirs)] for file in files]
+        return all(ours == {named(name): of for name, of in held.items() if named(name)} for ours, held in pairs)
+
+    return judge
 
 
-MLP, EXPERT = "model.layers.{layer}.mlp.", "model.layers.{layer}.mlp.experts.{expert}."
-GATE_UP = {
-    "vllm.toml": ("vllm", "llama-tp2", ("**.gate_proj.*", "**.up_proj.*"), _of_vllm),
-    "meta.toml": ("meta", "llama3-mp2", (f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"), _of("meta")),
-    "deepseek.toml": ("deepseek", "deepseek_v3-mp2", (f"{EXPERT}gate_proj.*", f"{EXPERT}up_proj.*"), _of("deepseek")),
-    "megatron.toml": ("megatron", "llama-te-tp2", (f"{MLP}gate_proj.*", f"{MLP}up_proj.*"), _of("megatron")),
-    "megatron-legacy.toml": ("megatron", "llama-te-tp2", (f"{MLP}gate_proj.*", f"{MLP}up_proj.*"), _of("megatron")),
-    "torchtitan.toml": (None, "qwen3", (f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"), _of_torchtitan),
-    "transformers.json": (
-        None, "qwen3_moe", (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"), _of_transformers,
+def _of_torchtitan(head: str, qkv: str | None) -> Judge:
+    """By an independent description of its names; of projections that are one (None), the rest is looked at."""
+
+    def judge(_: str, original: Path, folder: Path) -> bool:
+        wanted = of_torchtitan(original, qkv or "", head)
+        wanted = {key: of for key, of in wanted.items() if qkv is not None or ".attention.w" not in key}
+        found: dict[str, Any] = {key: torch.zeros_like(each) for key, each in wanted.items()}
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        return bits(found) == bits(wanted)
+
+    return judge
+
+
+def _of_transformers(_: str, original: Path, folder: Path) -> bool:
+    """By the class itself, of a folder that it loads or of DeepSpeed's files of its parameters."""
+    wanted, zero = class_of(original).from_pretrained(original).state_dict(), folder / "global_step_universal/zero"
+    if zero.exists():
+        found = {name: torch.load(zero / name / "fp32.pt")["param"].reshape(of.shape) for name, of in wanted.items()}
+    else:
+        found = class_of(folder).from_pretrained(folder).state_dict()
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def _apart(case: str, _: Path, folder: Path) -> bool:
+    """Whether gate and up of each layer are the halves of what Megatron-Core joins."""
+    found = load_dcp(folder / "release").tensors
+    joined = module("megatron", "check").golden(case, "dist")["decoder.layers.mlp.linear_fc1.weight"]
+    names = [[f"decoder.layers.{layer}.mlp.linear_fc1.weight_{half}" for half in "wv"] for layer in range(len(joined))]
+    return all((np.concatenate([found[name] for name in of]) == joined[layer]).all() for layer, of in enumerate(names))
+
+
+class Exchange(NamedTuple):
+    """Two sources of one shape in a file of a format's data, and who knows which is which in an oracle's case; without
+    an oracle, of a model of the zoo.
+    """
+
+    data: str
+    one: str
+    other: str
+    oracle: str | None
+    case: str
+    is_right: Judge
+    tp: int = 2
+
+
+LAYER, MLP = "model.layers.{layer}.", "model.layers.{layer}.mlp."
+EXPERT = f"{MLP}experts.{{expert}}."
+VLLM_LINE, WEIGHTS = ("**.gate_proj.*", "**.up_proj.*"), (f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight")
+MEGATRON = ("megatron.toml", f"{MLP}gate_proj.*", f"{MLP}up_proj.*", "megatron")
+TRANSFORMERS = (
+    "transformers.json", f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight", None, "qwen3_moe", _of_transformers,
+)  # fmt: skip
+EXCHANGED: dict[str, Exchange | str] = {
+    "vllm": Exchange("vllm.toml", *VLLM_LINE, "vllm", "llama-tp2", _of_vllm),
+    "vllm-0.23": Exchange("vllm.toml", *VLLM_LINE, "vllm", "llama-tp2", _as_vllm(as_older)),
+    "sglang": Exchange("sglang.toml", *VLLM_LINE, "vllm", "llama-tp2", _as_vllm(as_sglang)),
+    "meta": Exchange("meta.toml", *WEIGHTS, "meta", "llama3-mp2", _of("meta")),
+    "mistral": Exchange("mistral.toml", *WEIGHTS, "meta", "mistral-mp1", _of("meta"), tp=1),
+    "deepseek": Exchange(
+        "deepseek.toml", f"{EXPERT}gate_proj.*", f"{EXPERT}up_proj.*", "deepseek", "deepseek_v3-mp2", _of("deepseek")
     ),
+    "megatron": Exchange(*MEGATRON, "llama-te-tp2", _of("megatron")),
+    "megatron-local": Exchange(*MEGATRON, "llama-local-tp2", _of("megatron")),
+    "megatron-legacy": Exchange(*MEGATRON, "llama-te-tp2", _of("megatron")),
+    "megatron-legacy-local": Exchange(*MEGATRON, "llama-local-tp2", _of("megatron")),
+    "megatron-legacy-sequential": Exchange(
+        "megatron.toml", f"{LAYER}block_sparse_moe.experts.{{expert}}.w1.weight",
+        f"{LAYER}block_sparse_moe.experts.{{expert}}.w3.weight", "megatron", "mixtral-teseq-tp2", _of("megatron"),
+    ),
+    "megatron-singleton": Exchange("megatron-singleton.toml", *MEGATRON[1:], "llama-te-tp2", _apart),
+    "torchtitan": Exchange("torchtitan.toml", *WEIGHTS, None, "qwen3", _of_torchtitan("lm_head", "qkv_linear.")),
+    "torchtitan-live": Exchange("torchtitan.toml", *WEIGHTS, None, "qwen3", _of_torchtitan("lm_head", None)),
+    "torchtitan-0.2": Exchange(
+        "torchtitan-0.2.toml", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}self_attn.v_proj.weight", "meta",
+        "llama3-mp2", _of_torchtitan("output", ""),
+    ),
+    "transformers": Exchange(*TRANSFORMERS),
+    "deepspeed-universal": Exchange(*TRANSFORMERS, tp=1),
+    "dcp": "it has no line: all names are the checkpoint's own",
 }  # fmt: skip
-"""Of each format's data: an oracle's case, two sources of the same shape, and who knows which is which."""
+"""Of each format what is exchanged in its data, or why there is nothing."""
 
 
-@pytest.mark.parametrize("file", GATE_UP)
-def test_two_sources_that_are_exchanged_are_seen(file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", one_of_each(all_formats(), lambda form: form.partition("-")[0]))
+def test_two_sources_that_are_exchanged_are_seen(form: str, tmp_path: Path) -> None:
     """By what the program itself holds. The bytes are mapped back by the same lines, and are the original's."""
-    oracle, case, sources, is_right = GATE_UP[file]
+    exchange = EXCHANGED[form]
+    if isinstance(exchange, str):
+        assert not format_of(form).rules.lines
+        return
+    data, *sources, oracle, case, is_right, tp = exchange
     original = checkpoint(oracle, case.partition("-")[0]) if oracle is not None else store.checkpoint(case)
-    form, of_data = file.partition(".")[0], "megatron.toml" if file.startswith("megatron") else file
-    with swapped(tmp_path, of_data, *sources):
-        split(original, tmp_path / "wrong", tp=2, format=form)
+    with swapped(tmp_path, data, *sources):
+        split(original, tmp_path / "wrong", tp=tp, format=form)
         assert verify_exact(open_source(original), tmp_path / "wrong").verdict == "same"
-    split(original, tmp_path / "right", tp=2, format=form)
+    split(original, tmp_path / "right", tp=tp, format=form)
     assert [is_right(case, original, tmp_path / out) for out in ("right", "wrong")] == [True, False]
-
-
-def test_each_format_that_has_an_oracle_has_such_a_test() -> None:
-    with_oracle = {path.name for path in ORACLES.iterdir() if any(path.glob("check.py"))}
-    assert with_oracle <= {file.partition(".")[0] for file in GATE_UP}
 
 
 def test_from_one_program_to_another(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _same(model: str, path: Path, form: str, *, tp: int = 2, **options: Any) -> 
     return _ranks(path / form), _ranks(path / "vllm")
 
 
-def _as_sglang(name: str) -> str | None:
+def as_sglang(name: str) -> str | None:
     """SGLang's name of a tensor of vLLM's; None if it has none."""
     if name.endswith("_scale"):
         return None
@@ -68,7 +68,7 @@ def _as_sglang(name: str) -> str | None:
 def test_sglang_holds_the_same_elements_as_vllm_under_its_own_names(model: str, tmp_path: Path) -> None:
     ours, theirs = _same(model, tmp_path, "sglang")
     for own, other in zip(ours, theirs, strict=True):
-        named = {_as_sglang(name): array for name, array in other.items()}
+        named = {as_sglang(name): array for name, array in other.items()}
         named.pop(None, None)
         if model == "qwen2_moe":
             named = {str(name).replace("shared_experts.", "shared_expert."): array for name, array in named.items()}
@@ -234,11 +234,11 @@ def test_the_older_names_of_vllm(model: str, tmp_path: Path) -> None:
     """The same tensors as today's."""
     ours, theirs = _same(model, tmp_path, "vllm-0.23")
     for own, other in zip(ours, theirs, strict=True):
-        named = {_older(name): array for name, array in other.items()}
+        named = {as_older(name): array for name, array in other.items()}
         assert own.keys() == named.keys() and all(np.array_equal(own[name], named[name]) for name in own)
 
 
-def _older(name: str) -> str:
+def as_older(name: str) -> str:
     name = name.replace("experts.routed_experts.", "experts.").replace("mlp.experts.gate.", "mlp.experts.runner.gate.")
     return name.replace("mlp.experts._shared_experts._layer.", "mlp.shared_expert.")
 

@@ -1,7 +1,9 @@
-"""The one comparison of bytes, whatever the form: what it reads, where files end, and what is no copy."""
+"""The one comparison of bytes, whatever the form: what it reads, and that it does not ask what wrote the shards."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from reshard.api import split
+from reshard.move import engine, jobs, slabs
 from reshard.source.opening import open_source
+from reshard.verify.api import verify
 from reshard.verify.bytes import blocks, reading
 from reshard.verify.bytes.comparison import no_progress
 from reshard.verify.bytes.exact import compare, open_shards
@@ -50,3 +54,24 @@ def test_each_byte_is_read_once(case: str, chunk: int, tmp_path: Path, monkeypat
     held = sum(info.nbytes for source in (original, shards) for rank in source.ranks for info in rank.values())
     held += sum(info.nbytes for info in shards.intact.values())
     assert read[0] == held
+
+
+@pytest.mark.parametrize("change", one_of_each([{}, {"dtype": "bf16"}, {"quantize": "fp8-block"}]), ids=str)
+def test_the_engine_does_not_run(change: dict[str, str], tmp_path: Path) -> None:
+    """Not for an original that is computed as it is read either."""
+    source, out = store.checkpoint("llama"), tmp_path / "out"
+    split(source, out, **change)
+    files, called = {module.__file__ for module in (engine, slabs, jobs)}, set[str]()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in files and frame.f_code.co_name != "<module>":
+            called.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        found = verify(source, out, exact_only=True, **change)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert found.verdict == "same" and called == set()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from reshard.api import merge, split
 from reshard.cli.commands import main
@@ -377,6 +378,20 @@ def test_another_model(pairs: Callable[..., Pair]) -> None:
     report = check(Pair(pairs("phi3", 2).original, pairs("llama", 2).shards))
     assert report.verdict == "different"
     assert any(c.key == "model_type" for c in report.configs)
+
+
+@pytest.mark.parametrize("names", [["model.layers.1.mlp.up_proj.weight"], None], ids=["one", "all"])
+def test_another_run_of_the_same_shapes(names: list[str] | None, llama: Pair, tmp_path: Path) -> None:
+    """The tensors of a fine-tune are other ones, and so is the source that the shards say they come from."""
+    tuned = Path(shutil.copytree(llama.original, tmp_path / "tuned"))
+    tensors = load_file(tuned / "model.safetensors")
+    changed = {*(names or tensors)}
+    of_tuned = {name: tensor * 1.01 if name in changed else tensor for name, tensor in tensors.items()}
+    save_file(of_tuned, tuned / "model.safetensors", metadata={"format": "pt"})
+    split(tuned, tmp_path / "out", tp=4)
+    report = check(Pair(llama.original, tmp_path / "out"))
+    assert {damage.tensor for damage in report.damages} == changed
+    assert "the shards say that they come from " in str(report.problems)
 
 
 def test_index_of_a_rank(pairs: Callable[..., Pair], tmp_path: Path) -> None:

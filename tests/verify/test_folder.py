@@ -263,7 +263,24 @@ def write(path: Path, text: str = "?") -> None:
     path.write_text(text)
 
 
+def exchanged(shards: Path, *, whole: bool) -> None:
+    """Exchange the folders of two ranks, or the tensors of their files, whose headers stay."""
+    one, other = ranks = sorted(shards.glob("rank-*"))
+    if whole:
+        one.rename(shards / "between")
+        other.rename(one)
+        (shards / "between").rename(other)
+        return
+    for name in [file.name for file in one.glob("*.safetensors")]:
+        headers = [read_header(rank / name).raw for rank in ranks]
+        data = [(rank / name).read_bytes()[len(raw) :] for rank, raw in zip(ranks, headers, strict=True)]
+        for rank, raw, of in zip(ranks, headers, reversed(data), strict=True):
+            (rank / name).write_bytes(raw + of)
+
+
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "ranks' folders are exchanged": (lambda p: exchanged(p, whole=True), "is a shard of rank"),
+    "ranks' tensors are exchanged": (lambda p: exchanged(p, whole=False), "on rank 0"),
     "a side file is gone": (lambda p: (p / "tokenizer.json").unlink(), "tokenizer.json"),
     "a side file is changed": (lambda p: write(p / "tokenizer.json", '{"tokens": [] }'), "tokenizer.json"),
     "a deeper side file is gone": (lambda p: (p / "1_Pooling/config.json").unlink(), "1_Pooling/config.json"),

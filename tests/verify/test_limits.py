@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from reshard.api import split
 from reshard.source.opening import open_source
 from reshard.source.source import Source
+from reshard.verify.api import verify
 from reshard.verify.forward.compare import ForwardOptions, run_forward
 from reshard.verify.forward.noise import LIMIT
 from reshard.verify.rank.group import RankError
 from reshard.verify.report.answer import power_in_words
-from tests import zoo
+from tests import store, zoo
 from tests.marks import thorough
-from tests.support import command
+from tests.support import change_tensor, command
 from tests.verify.faults import Shards
 from tests.verify.forwards import run_forwards
 
@@ -166,3 +167,17 @@ def test_attention_that_is_sparse_for_long_inputs_alone(tmp_path: Path) -> None:
         found.append(pair(original, 4))
     for report in run_forwards(found, ForwardOptions(draws=4)):
         assert report.is_same, report.verdict
+
+
+# --------------------------------------------------------------------------------------------------- what does not run
+
+
+def test_what_does_not_run_has_its_bytes_compared(tmp_path: Path) -> None:
+    """A layer that predicts a further token: transformers does not use it."""
+    original, out = store.checkpoint("deepseek_v3-mtp"), tmp_path / "out"
+    split(original, out, tp=2)
+    name = "model.layers.3.eh_proj.weight"
+    change_tensor(out / "rank-01-of-02/model.safetensors", name)
+    found = verify(original, out)
+    assert found.verdict == "different" and [damage.tensor for damage in found.exact.damages] == [name]
+    assert found.forward.is_same and name in found.forward.unused

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import stat
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,9 @@ from reshard.verify.loader.program import ProgramRank, Request
 from reshard.verify.loader.watch import SMALL, Creation, NotFollowedError
 from reshard.verify.loader.witness import answer, judge
 from tests import store
+from tests.marks import thorough
 from tests.support import change_tensor, command, form_of
+from tests.verify.test_launch import assert_gone
 from tests.wrong_rules import exchanged
 
 BOTH = pytest.mark.parametrize("small", [0, SMALL], ids=["caught", "loaded"])
@@ -154,7 +160,7 @@ def test_a_change_after_loading_is_refused_or_found(change: str) -> None:
 
 @BOTH
 def test_memory_that_is_given_away_is_refused(small: int) -> None:
-    with pytest.raises(NotFollowedError, match=r"numpy.* of 'joined': writes there are unseen"):
+    with pytest.raises(NotFollowedError, match=r"numpy.* of 'joined': writes there are not followed"):
         found(FILES, small, lambda model: model.joined.detach().numpy().fill(0))
 
 
@@ -350,6 +356,33 @@ def test_a_loader_needs_its_program_and_its_format(tmp_path: Path) -> None:
     assert done.returncode == 2 and "it has no transformers" in done.stderr
     done = command("verify", original, out, "--exact-only", "--dtype", "bf16", "--loader", sys.executable)
     assert done.returncode == 2 and "--dtype is not possible" in done.stderr
+
+
+@thorough
+@pytest.mark.parametrize(
+    "line", ["verify {model} {out} --exact-only --loader", "live check {model} --to vllm:1 --engine-python"]
+)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_no_program_behind(how: signal.Signals, line: str, tmp_path: Path) -> None:
+    """Nor one that the program has started."""
+    original, begun = store.checkpoint("llama"), tmp_path / "begun"
+    split(original, tmp_path / "out", format="transformers")
+    python = tmp_path / "python"
+    asks = 'case "$*" in *find_spec*) exit 0;; esac'
+    python.write_text(f'#!/bin/sh\n{asks}\nsleep 600 &\necho $! $$ > "{begun}.new"; mv "{begun}.new" "{begun}"; wait\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    words = line.format(model=original, out=tmp_path / "out").split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *words, python], cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.poll() is None and not begun.exists():
+        time.sleep(0.05)
+    assert begun.exists(), process.communicate()
+    process.send_signal(how)
+    assert process.communicate(timeout=60)[1].endswith("reshard: interrupted\n")
+    assert_gone([int(pid) for pid in begun.read_text().split()])
+    assert not [*tmp_path.glob("reshard-*")]
 
 
 TITAN = """

@@ -40,6 +40,7 @@ Edits = Mapping[str, str]
 
 QUICK = ForwardOptions(seq=16, draws=1)
 QKV = "model.layers.{layer}.self_attn.qkv_proj.weight"
+Q = "model.layers.{layer}.self_attn.q_proj.weight"
 GATE_UP = "model.layers.{layer}.mlp.gate_up_proj.weight"
 IN_PROJ = "backbone.layers.{layer}.mixer.in_proj.weight"
 
@@ -145,6 +146,7 @@ WRONG = [
     ("phi3", 2, dealt("(kv of head) hidden", QKV, PLAIN, of="group + 2"), "model.layers.0.self_attn.o_proj", None),
     ("phi3", 4, dealt("(kv of head) hidden", QKV, PLAIN, of="group + 2"), "model.layers.0.self_attn.o_proj", None),
     ("phi3", 2, dealt("(ff 2) hidden", GATE_UP, PLAIN), "model.layers.0.mlp.down_proj", None),
+    ("llama", 2, {f"tensors {Q}": '"(group kv head) hidden"'}, "model.layers.0.self_attn.o_proj", None),
 ]  # fmt: skip
 
 

@@ -265,6 +265,7 @@ NAME = "model.layers.0.mlp.gate_up_proj.weight"
     [
         (lambda t: t.pop(NAME), "missing", f"rank 1: {NAME}, of 'model.layers.0.mlp.gate_proj.weight'"),
         (lambda t: t.update(more=("F32", (1,), bytes(4))), "extra", "rank 1: more"),
+        (lambda t: t.update(more=("F32", (0,), b"")), "extra", "rank 1: more"),
         (lambda t: t.update({NAME: ("I32", *t[NAME][1:])}), "problems", "is I32 ["),
         (lambda t: t.update({NAME: (t[NAME][0], t[NAME][1][::-1], t[NAME][2])}), "problems", "the original gives"),
     ],
@@ -293,6 +294,24 @@ def test_files(llama: Path) -> None:
     assert "config.json" in exact(llama, "llama").missing
     (llama / "reshard.json").unlink()  # the program itself need not write one
     assert exact(llama, "llama").verdict == "same"
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("of", ["this split", "another", "no split"])
+def test_a_file_of_a_third_rank(of: str, has_manifest: bool, llama: Path) -> None:
+    """An older file that an engine of two ranks does not open."""
+    third, source = llama / "model-rank-2-part-0.safetensors", written("llama", 4) if of == "another" else llama
+    content = (source / f"model-rank-{2 if of == 'another' else 1}-part-0.safetensors").read_bytes()
+    third.write_bytes(content)
+    if of == "no split":
+        header = read_header(third)
+        tensors = [(info.name, info.dtype, info.shape) for info in header.tensors.values()]
+        third.write_bytes(build_header(tensors, {}) + content[len(header.raw) :])
+    if not has_manifest:
+        (llama / "reshard.json").unlink()
+    said = {"this split": "is a shard of rank 1", "another": "are of different splits", "no split": "files of rank 2,"}
+    found = exact(llama, "llama")
+    assert found.verdict == "different" and said[of] in str(found.problems)
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])

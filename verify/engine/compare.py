@@ -12,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +22,13 @@ from typing import Any
 
 import torch
 
-from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.mesh import Mesh
 from reshard.formats.store import local_folder
 from reshard.source.source import Source
-from reshard.verify.ending import temporary_folder, undone
+from reshard.verify.ending import run_program, temporary_folder
 from reshard.verify.forward.noise import LIMIT
+from reshard.verify.loader.ask import python_of
 
 RUNNER = Path(__file__).with_name("vllm_run.py")
 LARGEST_VOCABULARY = 300_000
@@ -131,22 +129,10 @@ def run_engine(
 ) -> EngineReport:
     """Run the original in transformers and in vLLM, the shards in vLLM on their own mesh, and compare.
 
-    Raises ReshardError if one of them cannot run them, or vLLM computes something else of the original itself.
+    Raises ReshardError if one of them cannot run them (see ``check_run``, which runs nothing), or vLLM computes
+    something else of the original itself.
     """
-    check_run(original, shards, options)
     return run_shards(run_original(original, options, progress), shards, progress)
-
-
-def check_engine(python: str) -> None:
-    """Raise SettingError unless vLLM is installed for this Python interpreter."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    advice = "give the python of an environment that has vLLM"
-    try:
-        found = subprocess.run([python, "-c", probe], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
-    except OSError as error:
-        raise refused("engine_python", python, error.strerror or str(error), advice=advice) from None
-    if not found:
-        raise refused("engine_python", python, "it has no vLLM", advice=advice)
 
 
 def check_run(original: Source, shards: Source, options: EngineOptions) -> None:
@@ -237,33 +223,12 @@ def in_engine(
             "vocabulary": tokens.vocabulary, "prompts": tokens.prompts, "out": str(out), **further,
         }  # fmt: skip
         (work / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        _call(name, [options.python, str(runner), str(work / "request.json")], options, out)
+        command = [python_of(options.python), str(runner), str(work / "request.json")]
+        status, output = run_program(command, name, options.timeout, work)
+        if status or not out.exists():
+            raise ReshardError(f"{name} ended with status {status}: {reason_of(output)}")
         answer: list[Any] = json.loads(out.read_text(encoding="utf-8"))
     return torch.tensor(answer, dtype=torch.float64).flatten(0, 1)
-
-
-def _call(name: str, command: Sequence[str], options: EngineOptions, out: Path) -> None:
-    """Run the engine in a session of its own, so that all of its processes end with it."""
-    sessions = list[int]()
-
-    def kill() -> None:
-        for leader in sessions:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(leader, signal.SIGKILL)
-
-    try:
-        with undone(kill):
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, text=True, errors="replace",
-            )  # fmt: skip
-            sessions.append(process.pid)
-            output, _ = process.communicate(timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        process.wait()
-        raise ReshardError(f"{name} has not ended after {options.timeout:.0f} s") from None
-    if process.returncode or not out.exists():
-        raise ReshardError(f"{name} ended with status {process.returncode}: {reason_of(output)}")
 
 
 def reason_of(output: str) -> str:

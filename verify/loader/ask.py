@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.formats.errors import CheckpointError, ReshardError, refused
+from reshard.formats.errors import CheckpointError, refused
 from reshard.text import plural
-from reshard.verify.ending import temporary_folder, undone
+from reshard.verify.ending import run_program, temporary_folder
 
 ROOM = Path(__file__).parent
 PROGRAMS = {"vllm": "vLLM", "sglang": "SGLang", "torchtitan": "torchtitan", "transformers": "transformers"}
@@ -93,16 +93,21 @@ def program_of(engine: str | None, shards: object, form: str) -> str:
     return engine
 
 
-def check_loader(python: str, program: str) -> None:
-    """Raise SettingError unless the program is installed for this Python interpreter."""
+def check_python(setting: str, python: str, program: str) -> None:
+    """Raise SettingError unless the program is installed for the Python interpreter that a setting names."""
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({program!r}) is None)"
     advice = f"give the python of an environment that has {PROGRAMS[program]}"
     try:
         found = subprocess.run([python, "-c", probe], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0
     except OSError as error:
-        raise refused("loader", python, error.strerror or str(error), advice=advice) from None
+        raise refused(setting, python, error.strerror or str(error), advice=advice) from None
     if not found:
-        raise refused("loader", python, f"it has no {PROGRAMS[program]}", advice=advice)
+        raise refused(setting, python, f"it has no {PROGRAMS[program]}", advice=advice)
+
+
+def python_of(python: str) -> str:
+    """The command of an interpreter, from whatever folder it is run."""
+    return str(Path(python).absolute()) if "/" in python else python
 
 
 def ask(
@@ -116,10 +121,11 @@ def ask(
                    "scratch": str(scratch), "dtype": dtype,
                    **{name: degrees[name] for name in ("tp", "pp", "ep") if name in degrees}}  # fmt: skip
         (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        own = str(Path(python).absolute()) if "/" in python else python
-        said = _run([own, "-c", _START, str(ROOM.parent), str(scratch / "request.json")], scratch)
+        command = [python_of(python), "-c", _START, str(ROOM.parent), str(scratch / "request.json")]
+        status, output = run_program(command, "the loader", TIMEOUT, scratch)  # its folder has nothing to import
         file = scratch / "answer.json"
         if not file.exists():
+            said = next((line for line in reversed(output.splitlines()) if line.strip()), f"status {status}")
             unchecked = f"{PROGRAMS[program]}'s loader ended without an answer: {said}"
             return LoaderReport(PROGRAMS[program], 0, 0, 0, 0, unchecked=unchecked)
         answer: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -130,17 +136,3 @@ def ask(
         answer["name"], len(ranks), loaded + constants, loaded, constants, tuple(lines),
         tuple(dict.fromkeys(ignored)), answer["stopped"],
     )  # fmt: skip
-
-
-def _run(command: list[str], folder: Path) -> str:
-    """Run a command to its end, in a folder that has nothing to import; the last line that it wrote."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, text=True,
-        errors="replace",
-    )  # fmt: skip
-    with undone(process.kill):
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise ReshardError(f"the loader has not ended after {TIMEOUT:.0f} s") from None
-    return next((line for line in reversed(output.splitlines()) if line.strip()), f"status {process.returncode}")

@@ -9,18 +9,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from reshard.verify.loader.program import ProgramRank, Request
+from reshard.verify.loader.chunks import mapped
+from reshard.verify.loader.program import ProgramRank, Request, held
 from reshard.verify.loader.watch import Creation
 
 _SETTINGS = {
@@ -95,8 +94,9 @@ def ranks(request: Request) -> Iterator[ProgramRank]:
         finally:
             torch.set_default_dtype(before)
         read = partial(loaders.DefaultModelLoader(load_config)._get_all_weights, config, model)
-        load = partial(_load, model, read)
-        yield ProgramRank(f"rank {rank}", partial(_held, model), _files(Path(request.shards), rank), load, reserved)
+        load = partial(lambda model, read: model.load_weights(read()), model, read)
+        files = mapped(request.shards, loaders.ShardedStateLoader.DEFAULT_PATTERN.format(rank=rank, part="*"))
+        yield ProgramRank(f"rank {rank}", partial(held, model, loaders.ShardedStateLoader), files, load, reserved)
         del model, load, read
         gc.collect()
 
@@ -127,26 +127,3 @@ def _be(rank: int, request: Request) -> Any:
     finally:
         dist.new_group = new
     return arguments
-
-
-def _load(model: Any, read: Any) -> None:
-    model.load_weights(read())
-
-
-def _held(model: Any) -> Mapping[str, Tensor]:
-    from sglang.srt.model_loader.loader import ShardedStateLoader
-
-    found: Mapping[str, Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict(keep_vars=True))
-    return found
-
-
-def _files(folder: Path, rank: int) -> dict[str, Tensor]:
-    """The shards' tensors of a rank, by SGLang's own name of its files; mapped, not read."""
-    from safetensors import safe_open
-    from sglang.srt.model_loader.loader import ShardedStateLoader
-
-    found = dict[str, Tensor]()
-    for file in sorted(folder.glob(ShardedStateLoader.DEFAULT_PATTERN.format(rank=rank, part="*"))):
-        with safe_open(file, "pt") as content:
-            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    return found

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from reshard.verify.loader.program import ProgramRank, Request
+from reshard.verify.loader.chunks import mapped
+from reshard.verify.loader.program import ProgramRank, Request, held
 from reshard.verify.loader.watch import Creation
 
 _SETTINGS = {
@@ -93,6 +92,7 @@ def ranks(request: Request) -> Iterator[ProgramRank]:
     """Each rank of each stage, in the order of its files."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     torch.set_num_threads(1)
@@ -106,7 +106,8 @@ def ranks(request: Request) -> Iterator[ProgramRank]:
                     model: Any = loader.create_model(vllm_config=config, model_config=model_config)
                 name = f"rank {rank}" if request.pp == 1 else f"rank {rank} of stage {stage}"
                 load = partial(loader.load_weights, model, model_config)
-                yield ProgramRank(name, partial(_held, model), _files(Path(request.shards)), load, reserved)
+                files = mapped(request.shards, ShardedStateLoader._render_default_pattern(part="*"))
+                yield ProgramRank(name, partial(held, model, ShardedStateLoader), files, load, reserved, model=model)
             del model, load, loader, reserved, config  # modules refer to each other: two ranks would be in memory
             gc.collect()
 
@@ -149,22 +150,3 @@ def _be(rank: int, tp: int, stage: int, pp: int) -> None:
         for name in _GROUPS[degree]:
             setattr(state, name, group(index, size))
     state._NODE_COUNT = 1
-
-
-def _held(model: Any) -> Mapping[str, Tensor]:
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
-    found: Mapping[str, Tensor] = ShardedStateLoader._filter_subtensors(model.state_dict(keep_vars=True))
-    return found
-
-
-def _files(folder: Path) -> dict[str, Tensor]:
-    """The shards' tensors of the rank that this process is, by vLLM's own name of its files; mapped, not read."""
-    from safetensors import safe_open
-    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
-
-    found = dict[str, Tensor]()
-    for file in sorted(folder.glob(ShardedStateLoader._render_default_pattern(part="*"))):
-        with safe_open(file, "pt") as content:
-            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-    return found

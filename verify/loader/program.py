@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from reshard.verify.loader.watch import SMALL, Creation
+from reshard.verify.loader.watch import Creation
 
 
 @dataclass(frozen=True)
 class Request:
     """The original, and shards for a mesh of so many ranks; ``dtype`` is torch's name of the model's, if it is known.
 
-    ``scratch`` is a folder that is removed, ``small`` the largest number of elements that are loaded for real.
+    ``scratch`` is a folder that is removed.
     """
 
     program: str
@@ -26,7 +26,6 @@ class Request:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    small: int = SMALL
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class ProgramRank:
 
     ``held`` gives the tensors that the program's own files of this rank would have, by their names there; after
     ``load``, which loads the original, too. ``files`` are the tensors of the shards. ``reserved`` knows what of memory
-    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder.
+    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder. ``model`` is
+    the module, if there is one.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ProgramRank:
     load: Callable[[], object]
     reserved: Creation | None = None
     ignored: Sequence[str] = ()
+    model: Any = None
 
 
 class Program(Protocol):
@@ -54,3 +55,9 @@ class Program(Protocol):
 
     def ranks(self, request: Request) -> Iterator[ProgramRank]:
         """Each rank, built, while the process is that rank."""
+
+
+def held(model: Any, loader: Any) -> Mapping[str, Tensor]:
+    """The tensors of a model by the names that a loader of sharded states, vLLM's or SGLang's, has for them."""
+    found: Mapping[str, Tensor] = loader._filter_subtensors(model.state_dict(keep_vars=True))
+    return found

@@ -49,7 +49,7 @@ class Creation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _RESERVED:
             self._reserved[memory(result)] = result, False
-        for tensor in _written(func, args, kwargs or {}):
+        for tensor in written(func, args, kwargs or {}):
             if (known := self._reserved.get(memory(tensor))) is not None:
                 if tensor.nbytes == tensor.untyped_storage().nbytes():
                     del self._reserved[memory(tensor)]
@@ -129,15 +129,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compare a write, do all else. Raises NotFollowedError for what is not followed."""
         kwargs = kwargs or {}
-        written = [each for each in _written(func, args, kwargs) if memory(each) in self._rooms]
-        for each in written:
+        for each in [each for each in written(func, args, kwargs) if memory(each) in self._rooms]:
             if (room := self._rooms[memory(each)]).is_real:
                 room.take(each, None)
             else:
                 room.take(each, self._value(func, args, room))
                 return each
         if not func.is_view and func not in _RESERVED:
-            for each in _tensors((args, kwargs)):
+            for each in tensors_in((args, kwargs)):
                 room = self._rooms.get(memory(each))  # type: ignore[assignment]
                 if room is not None and not room.is_real:
                     raise NotFollowedError(f"'{func}' reads '{room.name}', into which the loader writes")
@@ -152,24 +151,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value.expand(args[0].shape) if isinstance(value, Tensor) else value
 
 
-class _NoNumpy(TorchFunctionMode):
-    """Refuses to give away the memory of the model's tensors."""
+class KeptInside(TorchFunctionMode):
+    """Refuses to give away the memory of a model's tensors, whose names are by their memory: raises
+    NotFollowedError.
+    """
 
-    def __init__(self, rooms: Mapping[int, Room]) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._rooms = rooms
+        self._names = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OUTSIDE and memory(args[0]) in self._rooms:
-            name = self._rooms[memory(args[0])].name
-            raise NotFollowedError(f"the loader takes '{func.__name__}' of '{name}': writes there are unseen")
+        if func in _OUTSIDE and memory(args[0]) in self._names:
+            name = self._names[memory(args[0])]
+            raise NotFollowedError(f"the loader takes '{func.__name__}' of '{name}': writes there are not followed")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def followed(rooms: Mapping[int, Room]) -> Iterator[None]:
     """Follow a loader's operations in the block. Raises NotFollowedError there."""
-    with _NoNumpy(rooms), Watch(rooms):
+    with KeptInside({number: room.name for number, room in rooms.items()}), Watch(rooms):
         yield
 
 
@@ -196,16 +197,17 @@ def first(mask: Tensor, shape: Sequence[int]) -> list[int]:
     return index
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator changes, by its own schema."""
     found: list[Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[at] if at < len(args) else kwargs.get(argument.name))
+            found += tensors_in(args[at] if at < len(args) else kwargs.get(argument.name))
     return found
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
+    """The tensors in an operator's arguments."""
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -84,7 +84,9 @@ def _differences(
         yield f"{count:,} of {len(wrong):,} elements that it loads, first at {first(wrong, tensor.shape)}"
 
 
-def answer(request: Request) -> dict[str, Any]:
+def answer(
+    request: Request, ask: Callable[[ProgramRank], Any] = lambda rank: asdict(judge(rank))
+) -> dict[str, Any]:  # fmt: skip
     """Ask the loader about each rank. ``stopped`` says what ended it early, in the program's own words."""
     found: dict[str, Any] = {"name": request.program, "ranks": [], "stopped": None}
     doing = f"reshard does not know the inside of the {request.program} that is installed there"
@@ -94,7 +96,7 @@ def answer(request: Request) -> dict[str, Any]:
         doing = f"{found['name']} stopped while it built its model on this machine"
         for rank in program.ranks(request):
             doing = f"{found['name']} stopped while it loaded the original as {rank.name}"
-            found["ranks"].append(asdict(judge(rank, request.small)))
+            found["ranks"].append(ask(rank))
             doing = f"{found['name']} stopped while it built its model on this machine, after {rank.name}"
             del rank  # or two would be in memory
     except NotFollowedError as error:

@@ -436,8 +436,6 @@ def _node_of(root: _Node, template: str, spelling: str) -> _Node:
     node, segments = root, spelling.split(".")
     for segment in segments[: -1 if segments[-1] == "*" else None]:
         axis = segment[1:-1]
-        if segment == "*":
-            raise NotationError(f"tensor '{template}': '*' stands for the rest of a name, at its end")
         if not (segment.startswith("{") and segment.endswith("}")):
             node = node.literal.setdefault(segment, _Node())
             continue

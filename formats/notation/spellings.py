@@ -264,6 +264,12 @@ class Spellings:
         of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
 
+    def are_published(self, names: Iterable[str]) -> bool:
+        """Whether these have the tensor for which names in modules are not known: modules have another in its place."""
+        words = (self.refusal or "").split("'")  # a reason begins with a tensor, or is that nothing was observed
+        wanted = without_numbers(words[1]) if len(words) > 2 and not words[0] else None
+        return any(without_numbers(self._architecture.stated(name)) == wanted for name in names)
+
     def second_names(self, names: Collection[str]) -> dict[str, str]:
         """The names of tensors that modules hold under a second name, each with that of the first."""
         found, tensors = dict[str, str](), dict[Hashable, str]()

@@ -50,14 +50,17 @@ def published_names(source: Source) -> dict[str, str]:
     """
     model, seconds = source.model, dict(source.aliases)
     with suppress(PlanError):
-        spellings = Spellings(find_architecture(model.config, source.path), model.config)
-        why = spellings.refusal
+        architecture = find_architecture(model.config, source.path)
+        spellings = Spellings(architecture, model.config)
+        are_published = spellings.are_published(kind.name for kind in model.kinds)
+        why = spellings.refusal if not are_published else None
         if joined := next((kind.name for kind in model.kinds if spellings.is_joined(kind.name)), None):
             why = f"'{joined}' is a tensor of transformers' modules, and not all names here can be read as theirs"
         if why is not None:
             raise CheckpointError(f"{source.path}: {why}", "leave out --names: the names stay")
-        if not all(spellings.published(kind.name) in {kind.name, None} for kind in model.kinds):
-            published = ((tensor.name, spellings.published(tensor.name)) for tensor in model.tensors)
+        spell = architecture.stated if are_published else spellings.published
+        if not all(spell(kind.name) in {kind.name, None} for kind in model.kinds):
+            published = ((tensor.name, spell(tensor.name)) for tensor in model.tensors)
             return seconds | {name: found for name, found in published if found is not None and found != name}
     return seconds
 

@@ -356,6 +356,13 @@ def test_a_reading_that_fails_on_another_spelling_does_not_end_it(name: str, spe
     assert found.verdict in {"right", "names"}, found
 
 
+def test_published_names_are_known_as_such_where_those_of_modules_are_not() -> None:
+    """The tensor for which a type's modules are not read is there: so these are not theirs."""
+    hub, modules = check("qwen4_exp_text", [("hub", "plain"), ("state_dict", "plain")])
+    assert (hub.verdict, modules.verdict) == ("right", "refused")
+    assert "goes through Concatenate" in modules.why
+
+
 SPELLED_TWICE = {"gte", "jina_embeddings_v3", "nomic_bert"}
 """Their architecture files have lines in the names of modules, beside the published ones."""
 

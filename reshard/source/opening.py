@@ -204,7 +204,7 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
         is_of_modules = may_be_spelled and Spellings(architecture, config).are_of_modules(k.name for k in model.kinds)
         if is_of_modules and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
-    except (CheckpointError, PlanError) as error:
+    except (CheckpointError, NoRuleError) as error:
         if may_be_spelled and (spelled := _in_modules(folder, checkpoint, like)) is not None:
             return spelled
         if may_be_spelled and folder.lora is None:

@@ -26,6 +26,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _to_undo: list[Callable[[], None]] = []
 _folders: list[Path] = []
+_late: list[list[int]] = []
+"""For each program that is being started, the signals that came meanwhile: it cannot be ended yet."""
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def run_program(command: Sequence[str], what: str, timeout: float, folder: Path)
 
     Returns the exit code and what it wrote. Raises ReshardError if it has not ended in time.
     """
-    sessions = list[int]()
+    sessions, late = list[int](), list[int]()
 
     def kill() -> None:
         for leader in sessions:
@@ -56,11 +58,17 @@ def run_program(command: Sequence[str], what: str, timeout: float, folder: Path)
 
     try:
         with undone(kill):
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder,
-                start_new_session=True, text=True, errors="replace",
-            )  # fmt: skip
-            sessions.append(process.pid)
+            _late.append(late)
+            try:
+                process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder,
+                    start_new_session=True, text=True, errors="replace",
+                )  # fmt: skip
+                sessions.append(process.pid)
+            finally:
+                _late.remove(late)
+                for number in late:
+                    signal.raise_signal(number)
             output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.wait()
@@ -98,6 +106,9 @@ def one_line_when_interrupted(line: Callable[[], str]) -> Iterator[None]:
     """
 
     def end(number: int, _: object) -> None:
+        if _late:
+            _late[-1].append(number)
+            return
         for caught in _SIGNALS:
             signal.signal(caught, signal.SIG_IGN)
         for undo in reversed(_to_undo):

@@ -40,7 +40,10 @@ Path(request["out"]).write_text(json.dumps(found))
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with what the stand-in was asked for."""
     runner = tmp_path / "runner.py"
-    runner.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n" + RUNNER)
+    runner.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        + RUNNER.replace("asked.jsonl", f"{tmp_path}/asked.jsonl")
+    )
     monkeypatch.setattr(in_megatron, "RUNNER", runner)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STAND_IN", "exact")

@@ -427,6 +427,29 @@ def pids_in(folder: Path) -> list[int]:
     return [int(text) for file in folder.iterdir() if (text := file.read_text())]
 
 
+STARTING = """
+import os, signal, subprocess
+from pathlib import Path
+from reshard.verify.ending import one_line_when_interrupted, run_program
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        print(self.pid, flush=True)
+        signal.raise_signal(signal.SIGTERM)
+
+subprocess.Popen = Interrupted
+with one_line_when_interrupted(lambda: "reshard: interrupted\\n"):
+    run_program(["sleep", "600"], "it", 60, Path("."))
+"""
+
+
+def test_a_program_that_is_being_started_is_ended_too() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTING], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("reshard: interrupted\n", 128 + signal.SIGTERM)
+    assert_gone([int(done.stdout)])
+
+
 def session(leader: int) -> list[str]:
     listing = subprocess.run(["ps", "-A", "-o", "sid=,pid=,stat=,args="], capture_output=True, text=True).stdout
     rows = [line.split(None, 3) for line in listing.splitlines()]

@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(48, 7063, 725, 109),
-    "reshard": Size(145, 19094, 1658, 232),
-    "verify": Size(57, 6287, 575, 85),
+    "formats": Size(48, 7064, 725, 109),
+    "reshard": Size(146, 19134, 1660, 232),
+    "verify": Size(57, 6288, 575, 85),
 }
 
 _NOT_CODE = {

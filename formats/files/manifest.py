@@ -97,13 +97,17 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Identity:
-    """Facts that all shards of one run share: source, mesh, sizes of the axes, padded sizes, digest of the rules."""
+    """Facts that all shards of one run share: source, mesh, sizes of the axes, padded sizes, digest of the rules.
+
+    ``names`` is the spelling of the names in a format that takes any, if it is not the published one: ``modules``.
+    """
 
     source: str
     mesh: Mesh
     sizes: Mapping[str, int]
     padding: Mapping[str, int]
     plan: str
+    names: str | None = None
 
     def metadata(self, rank: int, places: Sequence[int] = ()) -> dict[str, str]:
         """The metadata of a shard file's header.
@@ -119,6 +123,7 @@ class Identity:
             "padding": dict(sorted(self.padding.items())),
             "plan": self.plan,
         }
+        document |= {"names": self.names} if self.names else {}
         document |= {"places": _runs(places)} if places else {}
         return {"format": "pt", METADATA_KEY: json.dumps(document, separators=(",", ":"))}
 
@@ -138,8 +143,6 @@ class Manifest:
     inputs: tuple[Stamp, ...]
     format: str | None = field(default=None, metadata={"key": "layout"})
     """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
-    names: str | None = None
-    """The spelling of the names in a format that takes any, if it is not the published one: ``modules``."""
 
 
 def is_fingerprint(source: str) -> bool:
@@ -164,7 +167,7 @@ def manifest_text(manifest: Manifest) -> str:
         "format": "reshard",
         "version": VERSION,
         **({"layout": manifest.format} if manifest.format else {}),
-        **({"names": manifest.names} if manifest.names else {}),
+        **({"names": identity.names} if identity.names else {}),
         "mesh": identity.mesh.to_document(),
         "sizes": dict(sorted(identity.sizes.items())),
         "padding": dict(sorted(identity.padding.items())),
@@ -206,7 +209,7 @@ def _identity_of(top: Record, source: str, plan: str) -> Identity:
     for axis, padded in padding.items():
         if padded < sizes.get(axis, LARGEST):
             raise Unfit(f"padding.{axis} should be the padded size of an axis and is {padded}")
-    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan)
+    return Identity(source, top.get("mesh", read_mesh), sizes, padding, plan, top.get("names", text, None))
 
 
 def _rank_files(mesh: Mesh) -> Reader[tuple[int, tuple[FileRecord, ...]]]:

@@ -304,13 +304,13 @@ class Spellings:
         return (exact or rooted) > 0
 
     def is_apart(self, name: str) -> bool:
-        """Whether a tensor is one of several that modules have as one, or has parts that they have."""
+        """Whether modules have a tensor otherwise: as one with others, in parts, or turned."""
         match = self._architecture.match(name)
         return match is not None and match.template in self._apart
 
     @cached_property
     def _apart(self) -> frozenset[str]:
-        return frozenset(part.source for t in self._tensors if not t.is_whole for part in t.parts)
+        return frozenset(part.source for t in self._tensors if t.turned or not t.is_whole for part in t.parts)
 
     def _use(self, rules: Rules, name: str, match: Match) -> Use | None:
         """The line that covers a whole tensor of any name; ``match`` is the architecture's line of it."""

@@ -281,7 +281,7 @@ _ALL = (
            help="Largest file; default: the original files."),
     Option("--names", group=_OUTPUT, type=click.Choice(["source", "published", "modules"]),
            default="source", metavar="WHOSE",
-           help="Of a full OUT, or dcp: source, published or modules."),
+           help="Names in OUT: of source, published or modules."),
     Option("--part", group=_HOW, type=Value("part", part_of), metavar="I/N",
            help="Write part I (from 0) of N parts, or 'auto'."),
     Option("--plan", "plan_file", group=_WHERE, type=PATH, metavar="FILE", help="Your own architecture file."),

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from reshard.formats.errors import CheckpointError, PlanError, ReshardError, SettingError, refused
 from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import tensor_bytes
+from reshard.formats.notation.format import SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
 from reshard.mesh.plan import Degrees, make_plan
 from reshard.mesh.plan import rank_config as config_of
@@ -26,6 +27,7 @@ from reshard.placement.kept_fields import check_kept
 from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, Place
 from reshard.source.source import UNSPLIT, Source
+from reshard.source.written_names import rank_names
 from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together
 from reshard.system import Device, Taken, default
@@ -173,12 +175,14 @@ class RankRequest(Access, Degrees):
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
     ``format``: that of the rank's names and shapes, as in ``split``.
+    ``names``: whose names the tensors have without a ``format``, as in ``split``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password
     _: KW_ONLY
     rank: int = 0
     format: str | None = None
+    names: Literal["source", "published", "modules"] = "source"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +215,12 @@ def _opened(request: RankRequest) -> tuple[Source, Arrangement]:
     format = format_to_write(request.format)
     if format.files.is_distributed:
         raise refused("format", request.format, "its files are of no rank", advice="give the format of a rank's files")
+    if format is not OWN and request.names != SOURCE_NAMES:
+        raise refused("names", request.names, "it has names of its own", format=request.format)
     check_kept(request, format)
     opened = open_any(request.source, request)
-    return opened, arrangement_of(plan_for(opened.model, format, request), format)
+    names = rank_names(opened, request.names)[0] if format is OWN else {}
+    return opened, arrangement_of(plan_for(opened.model, format, request), format, names=names)
 
 
 def _check_rank(request: RankRequest) -> None:

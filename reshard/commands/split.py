@@ -18,9 +18,10 @@ from reshard.mesh.plan import Degrees, make_plan
 from reshard.placement.kept_fields import check_kept
 from reshard.placement.program_plan import plan_for
 from reshard.source.source import UNSPLIT
+from reshard.source.written_names import published_names
 from reshard.system import Share, Taken, default
 from reshard.transforms.opening import open_any, open_converted
-from reshard.writing.output import Output, published_names
+from reshard.writing.output import Output
 from reshard.writing.request import WriteRequest, start
 from reshard.writing.rewrite import rewrite
 from reshard.writing.summary import Summary

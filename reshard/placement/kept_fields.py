@@ -32,7 +32,7 @@ def not_kept(format: Format) -> Mapping[str, str]:
         return dict.fromkeys(_OF_RANKS, "it is one full checkpoint")
     names = {"names": "it has names of its own"}
     if format is OWN:
-        return {"names": "its ranks have the names of the model"}
+        return {}
     if format.files.is_single:
         why = "each tensor has one file, which any number of ranks loads"
         return dict.fromkeys((*_OF_RANKS, "max_shard_size"), why) | names

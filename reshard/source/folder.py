@@ -94,8 +94,8 @@ class Folder:
         try:
             if (path / MANIFEST).is_file():
                 self.manifest = read_manifest(path / MANIFEST)
-                if self.manifest.format is not None:
-                    self.formats = (with_names(format_of(self.manifest.format), SOURCE_NAMES, self.manifest.names),)
+                if (format := self.manifest.format) is not None:
+                    self.formats = (with_names(format_of(format), SOURCE_NAMES, self.manifest.identity.names),)
         except CheckpointError as error:
             self.damage = error
         except ReshardError as error:  # it names a format that is not known here

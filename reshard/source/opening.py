@@ -25,6 +25,7 @@ from reshard.formats.files.manifest import MANIFEST, METADATA_KEY, Manifest, pla
 from reshard.formats.files.safetensors import TensorInfo, look_alike
 from reshard.formats.files.sharded import is_sharded
 from reshard.formats.notation.architecture import SETTINGS, Architecture
+from reshard.formats.notation.format import MODULES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, StoredPath
@@ -381,7 +382,15 @@ def _open_sharded(folder: Folder) -> Source:
             for name, at in zip(folder.weights(entry.path)[0], shard.places, strict=False)
         }
         names = dict.fromkeys(sorted(names, key=lambda name: places.get(name, 0)))
-    full = [FullTensor(t.name, t.dtype, None, t.file.name, local=t.shape) for t in map(holders.__getitem__, names)]
+    if identity.names == MODULES:
+        from reshard.placement.inverse import NameInverse  # rarely needed
+
+        origins = NameInverse(in_modules(HUGGING_FACE), architecture, config).of(names)
+        spelled = {stored: name for name, stored in origins.items()}
+        ranks = tuple({spelled.get(name, name): info for name, info in tensors.items()} for tensors in ranks)
+        holders = {spelled.get(name, name): info for name, info in holders.items()}
+        names = dict.fromkeys(spelled.get(name, name) for name in names)
+    full = [FullTensor(name, t.dtype, None, t.file.name, t.shape) for name, t in ((n, holders[n]) for n in names)]
     model = bind(architecture, config, full, axes=identity.sizes, mesh=identity.mesh, padding=identity.padding)
     plan = make_plan(model, identity.mesh, padding=identity.padding)
     weights = (folder.file(file.path) for file in files)
@@ -393,7 +402,7 @@ def _open_sharded(folder: Folder) -> Source:
             f"{path}: the shards were split by another plan than '{architecture.name}'",
             "pass the plan file of the split with --plan",
         )
-    return replace(source, without=without)
+    return replace(source, without=without, was_named=None if manifest is not None else identity.names)
 
 
 _OURS = "give the folder that 'reshard split' wrote"

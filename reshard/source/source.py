@@ -278,7 +278,7 @@ class Source:
             name = self.stated.source if self.stated else f"unknown:{place}"
             if self.training is not None and self.training.chosen is not None:
                 name += f" ({self.training.chosen})"
-            unknown = SourceRecord(name, public_name(self.path), None, {}, None, ())
+            unknown = SourceRecord(name, public_name(self.path), None, {}, None, (), self.names_of)
             return self.manifest.source if self.manifest is not None else unknown
         files = checkpoint.records if self.was_named is None else ()  # a merge writes others
         index = checkpoint.index if files else None

@@ -56,7 +56,7 @@ def _manifest(
     return Manifest(
         new.identity, record, source.manifest_rules(new.format), new.max_shard_size,
         tuple(starmap(_record, side_files.items())), ranks, source.inputs,
-        None if new.format.plain else new.format.name, new.format.spelling,
+        None if new.format.plain else new.format.name,
     )  # fmt: skip
 
 

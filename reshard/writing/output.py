@@ -10,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG, MODEL
 from reshard.formats.files.chunks import chunks_metadata
 from reshard.formats.files.containers import CHUNKS, SAFETENSORS, Around, container_of
@@ -23,10 +21,8 @@ from reshard.formats.files.layout import Layout, Tensor
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Identity
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.notation.architecture import without_numbers
-from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
-from reshard.formats.notation.spellings import Spellings
 from reshard.mesh.plan import Plan
 from reshard.model.model import in_order
 from reshard.move.jobs import FilePlan
@@ -34,35 +30,13 @@ from reshard.move.moves import INTACT_RANK
 from reshard.placement.arrangement import arrangement_of
 from reshard.source.completeness import check_stored
 from reshard.source.source import Source
+from reshard.source.written_names import published_names, rank_names
 from reshard.writing.chunks import ChunkFiles
 
 if TYPE_CHECKING:
     from reshard.source.training import Affix
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
-
-
-def published_names(source: Source) -> dict[str, str]:
-    """The published names of tensors that have other ones, by all lines of the model's type, and the first names of
-    tied tensors by their second ones: a published checkpoint has each tensor once.
-
-    Raises CheckpointError if they are not known, and for a tensor that is several in published checkpoints.
-    """
-    model, seconds = source.model, dict(source.aliases)
-    with suppress(PlanError):
-        architecture = find_architecture(model.config, source.path)
-        spellings = Spellings(architecture, model.config)
-        are_published = spellings.are_published(kind.name for kind in model.kinds)
-        why = spellings.refusal if not are_published else None
-        if joined := next((kind.name for kind in model.kinds if spellings.is_joined(kind.name)), None):
-            why = f"'{joined}' is a tensor of transformers' modules, and not all names here can be read as theirs"
-        if why is not None:
-            raise CheckpointError(f"{source.path}: {why}", "leave out --names: the names stay")
-        spell = architecture.stated if are_published else spellings.published
-        if not all(spell(kind.name) in {kind.name, None} for kind in model.kinds):
-            published = ((tensor.name, spell(tensor.name)) for tensor in model.tensors)
-            return seconds | {name: found for name, found in published if found is not None and found != name}
-    return seconds
 
 
 class Output:
@@ -94,6 +68,10 @@ class Output:
             record.is_wrapped and (source.checkpoint is not None or names != SOURCE_NAMES)
         )
         renamed = published_names(source) if is_full and names == PUBLISHED else {}
+        self.names = format.spelling
+        """The spelling of its names, if it is not the published one."""
+        if format is OWN:
+            renamed, self.names = rank_names(source, names)
         self.is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so and not renamed
         spelled = in_modules(format) if is_full and wanted == MODULES else format
         # a loader asks for each name that was saved
@@ -140,7 +118,7 @@ class Output:
     @cached_property
     def identity(self) -> Identity:
         """The facts that all its shards share."""
-        return self.source.identity(self.plan)
+        return dataclasses.replace(self.source.identity(self.plan), names=self.names)
 
     # ---------------------------------------------------------------------------------------------------- weight files
 
@@ -200,8 +178,9 @@ class Output:
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
-        """The positions of tensors among all tensors of the model."""
-        return {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
+        """The positions of stored tensors among all tensors of the model."""
+        places = {name: place for place, (name, _, _) in enumerate(in_order(self.plan.model.tensors))}
+        return {stored.name: places[stored.atoms[0].tensor] for stored in self.arrangement.stored}
 
     def _intact_file(self) -> Iterator[FilePlan]:
         """The file with the tensors that the program does not store as they are, if there are any."""

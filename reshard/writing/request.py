@@ -42,7 +42,7 @@ class WriteRequest(Access, Options):
     ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``out``: a new folder, or the URL of a place in a bucket.
     ``max_shard_size``: the largest weight file, such as ``"5GB"``; by default 5 GB, for ``merge`` as in the original.
-    ``names``: of a full checkpoint: as in the ``source``, as ``published``, or as in transformers' ``modules``.
+    ``names``: as in the ``source``, as ``published``, or as in transformers' ``modules``.
     ``overwrite``: an existing output is replaced once the new one is complete (in a bucket: before).
     ``dry_run``: everything is checked and nothing written.
     ``part``: this process's share of the files, such as ``(0, 2)``; the last of all processes publishes.

@@ -161,7 +161,7 @@ def _task(new: Output) -> dict[str, Any]:
         "padding": dict(identity.padding),
         "plan": identity.plan,
         "format": None if new.format.plain else new.format.name,
-        "names": new.format.spelling,
+        "names": identity.names,
         "max_shard_size": new.max_shard_size,
     }
 

@@ -171,6 +171,35 @@ def names_and_values(folder: Path) -> dict[str, bytes]:
             for key, value in state.items()}  # fmt: skip
 
 
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "llava", "qwen3_vl_moe"}, OTHERS, zoo.ZOO))
+def test_ranks_have_the_names_of_their_source(name: str, tmp_path: Path) -> None:
+    """If each is one tensor of transformers' modules; where these join tensors, ranks have the published ones."""
+    model, modules, ranks = store.checkpoint(name), tmp_path / "modules", tmp_path / "ranks"
+    zoo.class_of(model).from_pretrained(model, dtype="auto").save_pretrained(modules, save_original_format=False)
+    saved, degree = names_and_values(modules), max(d for d in reshard.plan(modules).swept.valid if d <= 2)
+    reshard.split(modules, ranks, tp=degree, quiet=True)
+    held = {key for folder in ranks.glob("rank-*") for key in names_and_values(folder)}
+    try:
+        reshard.split(modules, tmp_path / "asked", tp=degree, names="modules", quiet=True)
+        assert held == saved.keys()
+    except ReshardError as error:
+        assert "joined with others or turned" in error.message
+        assert held <= names_and_values(model).keys()
+    first = ranks / f"rank-00-of-{degree:02}"
+    assert reshard.load(modules, tp=degree).keys() == names_and_values(first).keys()
+    assert reshard.load(modules, tp=degree, names="published").keys() <= names_and_values(model).keys()
+    assert reshard.verify(modules, ranks, exact_only=True, quiet=True).verdict == "same"
+    reshard.merge(ranks, tmp_path / "merged", quiet=True)
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == (modules / "model.safetensors").read_bytes()
+    reshard.split(ranks, tmp_path / "published", tp=1, names="published", quiet=True)
+    (ranks / "reshard.json").unlink()
+    assert reshard.verify(modules, ranks, exact_only=True, quiet=True).verdict == "same"
+    reshard.split(ranks, tmp_path / "again", tp=1, quiet=True)
+    assert names_and_values(tmp_path / "again" / "rank-00-of-01").keys() == held
+    reshard.merge(ranks, tmp_path / "alone", quiet=True)
+    assert names_and_values(tmp_path / "alone").items() <= saved.items() or held != saved.keys()
+
+
 NO_PLACE = {
     "qianfan_ocr",
     "molmo2",

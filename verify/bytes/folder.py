@@ -79,7 +79,7 @@ def _expected_manifest(original: Source, shards: Source, plan: Plan, manifest: M
     side = tuple(FileRecord(name, len(data), checksum([data])) for name, data in original.read_side_files().items())
     return dataclasses.replace(
         manifest,
-        identity=dataclasses.replace(identity, plan=manifest.identity.plan),
+        identity=dataclasses.replace(identity, plan=manifest.identity.plan, names=manifest.identity.names),
         source=dataclasses.replace(record, files=files),
         side_files=side,
         ranks={rank: tuple(_records(shards, plan, rank, manifest)) for rank in range(plan.mesh.size)},
@@ -242,7 +242,8 @@ def header_differences(original: Source, shards: Source, plan: Plan) -> Iterator
         for file in _files(shards, plan.mesh, rank):
             if METADATA_KEY not in file.metadata:
                 continue
-            should = dataclasses.replace(true, plan=read_shard(file.metadata, file.path).identity.plan)
+            stated = read_shard(file.metadata, file.path).identity
+            should = dataclasses.replace(true, plan=stated.plan, names=stated.names)
             expected = should.metadata(rank, [places[name] for name in names.get(file.path, ())])
             if shards.chunks is not None:  # the offsets themselves are compared with the chunks of the mesh
                 chunks = read_chunks(file.path, file.metadata, read_header(file.path).tensors)

@@ -175,7 +175,7 @@ class RankRequest(Access, Degrees):
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
     ``format``: that of the rank's names and shapes, as in ``split``.
-    ``names``: whose names the tensors have without a ``format``, as in ``split``.
+    ``names``: without a ``format``, as in ``split``.
     """
 
     source: Place = field(repr=False)  # a URL may have a password

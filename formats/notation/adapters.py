@@ -102,6 +102,7 @@ _LINES = {
     "base_layer.weight": _WHOLE,
 }
 """Endings of the tensors that PEFT keeps beside a matrix, each with its axes."""
+_ANY = (Rule((parse("..."),)),)
 _BIAS = "base_layer.bias"
 _GROUPED, _LAYOUTS = "grouped_by_expert", {"grouped_by_expert", "rank_major"}
 """Orders of B's columns that Unsloth notes as ``lora_B_layout``: those of an expert together, or as PEFT has them."""
@@ -366,6 +367,9 @@ def adapter_architecture(base: Architecture, config: Mapping[str, Any], where: o
     lines = {PREFIX + name: rules for name, rules in base.tensors.items()}
     stages = {key if key == "layers" else PREFIX + key: stage for key, stage in base.stages.items()}
     for name, tensors in parameters(base, config).items():
+        is_open = "*" not in name and any(shape.is_open for shape, _ in tensors[0].shapes)
+        if is_open or tensors[0].dims > 3:  # what belongs to it has any shape
+            lines.setdefault(f"{PREFIX}{name.rpartition('.')[0]}.*", _ANY)
         if (source := tensors[0].parts[0].source) != name:
             lines[PREFIX + name] = _rules(tensors, _WHOLE)
             if (stage := base.stage_of(with_first_indices(source))) is not None:

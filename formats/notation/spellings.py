@@ -56,7 +56,8 @@ class ModuleTensor:
     """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
 
     ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
-    input first and it has its output first. A rule of it has one shape for each of the sources'.
+    input first and it has its output first. ``halves`` is the axis whose pairs of rows it has as halves. A rule of it
+    has one shape for each of the sources'.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ModuleTensor:
     shapes: Shapes
     stacked: str | None = None
     turned: bool = False
+    halves: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -101,7 +103,8 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         use, name = uses[0], uses[0].target
         if len(slots) == len(use.line.sources):
             turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
-            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
+            halves = next(iter(use.line.halves), "")
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned, halves)
 
 
 def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> Iterator[ModuleTensor]:
@@ -132,6 +135,7 @@ def _joined(use: Use, shapes_of: Sequence[Shapes]) -> Iterator[tuple[Shape, Expr
     for alternatives in zip(*shapes_of, strict=False):
         shapes = [shape for shape, _ in alternatives]
         if any(shape.is_open for shape in shapes):
+            yield from alternatives if len(shapes) == 1 else ()
             continue
         shape_of = shapes[0]
         if use.line.output_first and shape_of.arrow is not None:
@@ -304,13 +308,14 @@ class Spellings:
         return (exact or rooted) > 0
 
     def is_apart(self, name: str) -> bool:
-        """Whether modules have a tensor otherwise: as one with others, in parts, or turned."""
+        """Whether modules have a tensor otherwise: as one with others, in parts, turned, or in another order."""
         match = self._architecture.match(name)
         return match is not None and match.template in self._apart
 
     @cached_property
     def _apart(self) -> frozenset[str]:
-        return frozenset(part.source for t in self._tensors if t.turned or not t.is_whole for part in t.parts)
+        others = (t for t in self._tensors if t.turned or t.halves or not t.is_whole)
+        return frozenset(part.source for tensor in others for part in tensor.parts)
 
     def _use(self, rules: Rules, name: str, match: Match) -> Use | None:
         """The line that covers a whole tensor of any name; ``match`` is the architecture's line of it."""

@@ -42,7 +42,7 @@ def module_names(source: Source) -> dict[str, str]:
     spellings = Spellings(model.architecture, model.config)
     why, hint = spellings.refusal, "leave out --names: the ranks have the published ones"
     if apart := next((kind.name for kind in model.kinds if spellings.is_apart(kind.name)), None):
-        why = f"transformers' modules have '{apart}' joined with others or turned, and a rank does not"
+        why = f"transformers' modules have '{apart}' joined with others or in another order, and a rank does not"
     if why is not None:
         raise CheckpointError(f"{source.path}: {why}", hint)
     spelled = ((tensor.name, spellings.in_modules(tensor.name)) for tensor in model.tensors)

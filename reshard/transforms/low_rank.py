@@ -216,7 +216,8 @@ def changes_of(base: Model, adapter: Model, tensors: Mapping[str, Tensor]) -> Ch
                 weight = weights[number]
                 if weight.shape[-2:][1 - along] != sizes[sides[1 - along]] or weight.dtype not in FLOATS:
                     raise _does_not_fit(a, b, weight)
-                terms[weight.name].append(Term(product, expert, matrix, along, rows, at))
+                runs = in_halves(rows, adapter.sizes.of(indices)[whole.halves]) if whole.halves else [(rows, 0)]
+                terms[weight.name] += (Term(product, expert, matrix, along, run, at + first) for run, first in runs)
             at += len(rows)
         if at != sizes[sides[along]]:
             raise _does_not_fit(a, b, parts[0][0])
@@ -238,7 +239,7 @@ def _of_open_lines(base: Model, rest: Others) -> Iterator[tuple[BoundTensor, Bou
         a, b = (of_open.get(f"{place}{dot}{factor}.weight") for factor in "AB")
         weight = weights.get(spellings.tensor(f"{module_of(name)}.weight"))
         if a is None or b is None or weight is None or not len(a.shape) == len(b.shape) == len(weight.shape) == 2:
-            why = "it is in a part of the model without rules, and no A or B of a matrix there"
+            why = "it is no A or B of a matrix that the base model has as its module does"
             raise PlanError(f"{ADAPTER}: tensor '{name}' is not merged: {why}", _WITH_PEFT)
         if (b.shape[0], a.shape[1]) != weight.shape or a.shape[0] != b.shape[1] or weight.dtype not in FLOATS:
             raise _does_not_fit(a, b, weight)
@@ -315,6 +316,13 @@ def rows_of(base: Architecture, model: Model, part: SourcePart, indices: Mapping
     if rows != [*(in_steps := range(rows[0], rows[-1] + 1, step) if rows else range(0))]:
         raise PlanError(f"{ADAPTER}: '{part.label}' is not contiguous in '{part.source}'", _WITH_PEFT)
     return in_steps
+
+
+def in_halves(rows: range, count: int) -> Iterator[tuple[range, int]]:
+    """The first and the second of all pairs among each ``count`` rows, which are halves in the product, and where."""
+    for first in range(0, len(rows), count):
+        yield rows[first : first + count : 2], first
+        yield rows[first + 1 : first + count : 2], first + count // 2
 
 
 def shape_of(shapes: Sequence[tuple[Shape, Expression | None]], model: Model, indices: Mapping[str, int]) -> Shape:

@@ -157,6 +157,7 @@ class _Conversions:
 
         groups: dict[str, tuple[Any, dict[str, str]]] = {}
         self._sizes = AxisSizes(model.architecture, model.config, {})
+        self._own_lines = model.architecture.tensors.keys() - model.architecture.derived
         for tensor in sorted(model.tensors, key=lambda tensor: dot_natural_key(tensor.name)):
             target, pattern = self._renamed(tensor.name)
             if pattern is None:
@@ -207,6 +208,8 @@ class _Conversions:
                 yield targets[0], line
             case [("PermuteForRope", None)] if len(sources) == 1:
                 yield targets[0], self._line(targets[0], sources, ()) | {"halves": self._last_factor(sources[0])}
+            case [("Interleave", dim)] if len(parts := self._parts(sources[0])) > 1:
+                yield targets[0], self._line(targets[0], sources, ()) | {"from": parts, "packed": sources, "dim": dim}
             case _ if len(sources) == 1 and self._takes_apart(operations):
                 turned = getattr(entry.operations[-1], "permute_layer_names", ())
                 yield from self._apart(sources[0], [*found], turned)
@@ -223,8 +226,15 @@ class _Conversions:
 
     def _takes_apart(self, operations: Sequence[tuple[str, int | None]]) -> bool:
         """Whether a tensor becomes the components that its rule has."""
-        names = [name for name, _ in operations if name != "PermuteForRope"]
+        names = [name for name, _ in operations if name not in {"PermuteForRope", "Interleave"}]
         return names in (["Chunk"], ["Split"])
+
+    def _parts(self, source: str) -> list[str]:
+        """The names of a packed tensor's components: those of modules that have them apart, if no tensor has these."""
+        template, kind = self._own[source]
+        labelled, unpacked = component_names(template, kind.rule)
+        is_free = template.endswith((".weight", ".bias")) and not self._own_lines & unpacked.keys()
+        return [*(unpacked if is_free else labelled)]
 
     def _last_factor(self, source: str) -> str:
         """The last axis of a tensor's output, within which positions rotate."""
@@ -236,11 +246,10 @@ class _Conversions:
         """A packed tensor, the components of which transformers has as tensors of their own. ``turned`` has words in
         the names of those in which the pairs of each head lie as halves.
         """
-        template, kind = self._own[source]
-        parts = components(kind.rule)
+        template, parts = self._own[source][0], self._parts(source)
         if len(parts) != len(targets):
             raise NotExpressibleError(f"'{source}' goes apart into {len(targets)} tensors in transformers")
-        for own, target in zip(component_names(template, kind.rule)[1], targets, strict=True):
+        for own, target in zip(parts, targets, strict=True):
             halves = {"halves": self._last_factor(source)} if any(word in target for word in turned) else {}
             yield target, {"from": [own], "to": generalized(target, source, template), "packed": [source], **halves}
 

@@ -28,7 +28,7 @@ from reshard.formats.notation.architecture import (
     without_numbers,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand
-from reshard.formats.notation.components import components
+from reshard.formats.notation.components import component_names
 from reshard.formats.notation.expressions import Expression
 from reshard.formats.notation.format import MODULES, Rules, Use
 from reshard.formats.notation.format_file import format_of, in_published
@@ -87,7 +87,7 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     for template, rules_of in base.tensors.items():
         shapes = tuple(shapes_in(rules_of))
         yield from _below(template, shapes, rules, base)
-        for candidates in ([(template, SourcePart(template), shapes)], [*_components(template, *shapes[0])]):
+        for candidates in ([(template, SourcePart(template), shapes)], *_components(template, *shapes[0])):
             covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
             if candidates and all(covering):
                 break
@@ -112,14 +112,16 @@ def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> I
             yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes)
 
 
-def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, SourcePart, Shapes]]:
-    """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    module, _, leaf = name.rpartition(".")
-    for part in components(shape) if not shape.is_open else ():
-        dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
-        if len(dim) == 1:
-            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", SourcePart(name, part.label), ((own, when),)
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[list[tuple[str, SourcePart, Shapes]]]:
+    """The components of a checkpoint's tensor, in each way that lines of formats may name them."""
+    for names in component_names(name, shape) if not shape.is_open else ():
+        parts = list[tuple[str, SourcePart, Shapes]]()
+        for own_name, part in names.items():
+            factors = [part.factors[place] for place in part.of_dim(part.dim)]
+            dim = Dim((Summand(tuple(factor for factor in factors if str(factor) != "1") or (1,)),))
+            own = Shape((*shape.dims[: part.dim], dim, *shape.dims[part.dim + 1 :]), shape.arrow)
+            parts += [(own_name, SourcePart(name, part.label), ((own, when),))] if part.index is None else []
+        yield parts
 
 
 def shapes_in(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:

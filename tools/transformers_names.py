@@ -201,6 +201,11 @@ class _Conversions:
             case [("MergeModulelist", 0)] | [("MergeModulelist", 0), ("Concatenate", 1)]:
                 first = {names[name]: name for name in reversed(sources)}
                 yield targets[0], self._line(targets[0], [first[pattern] for pattern in order if pattern in first], ())
+            case [("ErnieFuseAndSplitTextVisionExperts", None)]:
+                first = {names[name]: name for name in reversed(sources)}
+                for number, each in enumerate(targets):
+                    line = self._line(each, [first[pattern] for pattern in order], ())
+                    yield each, line | {"share": [number, len(targets)]}
             case [("Concatenate", dim)] if self._are_sized(sources):
                 line = self._line(targets[0], sources, ())
                 if dim or self._own[sources[0]][1].rule.arrow is not None:
@@ -286,9 +291,9 @@ def merged(lines: Iterable[tuple[str, Line]], packed: set[str], parts: Container
     """One line for tensors that differ in indices, with prefixes in the place of many names, and one for each of the
     ``parts`` of ``packed`` tensors.
     """
-    found: dict[tuple[str, ...], Line] = {}
+    found: dict[tuple[object, ...], Line] = {}
     for _, line in lines:
-        key = (*line["from"],)
+        key = (*line["from"], *line.get("share", ()))
         if found.setdefault(key, line) != line:
             raise NotExpressibleError(f"'{line['from'][0]}' becomes '{found[key]['to']}' and '{line['to']}'")
     plain = {line["from"][0]: line["to"] for line in found.values() if len(line["from"]) == 1 and len(line) == 2}

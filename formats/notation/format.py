@@ -144,7 +144,8 @@ class Line:
     are stored as halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of
     every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``dim`` is the dimension
     along which they are joined, if it is not their output (matrices in a stack). ``ones`` are the positions of
-    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
+    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them. With ``share``, a
+    number and a count, a stack has this one of so many equal ranges of its index.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
     place), or its other names on the stages ``first`` and ``last`` of a pipeline.
@@ -164,6 +165,7 @@ class Line:
     by: str | None = None
     dim: int | None = None
     ones: tuple[int, ...] | None = None
+    share: tuple[int, ...] = ()
     cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None
     dtype: str | None = None
@@ -175,6 +177,8 @@ class Line:
         """Raise NotationError if the entries do not fit together."""
         if self.ones is not None and len(self.sources) > 1:
             raise NotationError(f"'{self.target.text}': 'ones' is for what is made of one tensor")
+        if self.share and not (len(self.share) == 2 and 0 <= self.share[0] < self.share[1]):
+            raise NotationError(f"'{self.target.text}': 'share' should be a number and a count above it")
         for source in self.sources:
             if source.stars != self.target.stars or len(source.indices - self.target.indices) > 1:
                 raise NotationError(f"'{self.target.text}': '{source.text}' has other wildcards")
@@ -187,6 +191,12 @@ class Line:
         """Whether the program's tensor has the dimensions of its source."""
         changes = (self.output_first, self.by, self.ones is not None, self.cut, self.function)
         return [source.indices for source in self.sources] == [self.target.indices] and not any(changes)
+
+    def members(self, size: int) -> range:
+        """The indices of its stack, of an axis of this size."""
+        number, count = self.share or (0, 1)
+        each = -(-size // count)
+        return range(number * each, min((number + 1) * each, size))
 
     @property
     def stage_names(self) -> Mapping[str, str]:

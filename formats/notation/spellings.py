@@ -94,8 +94,9 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         else:
             yield ModuleTensor(template, (SourcePart(template),), shapes)
             continue
-        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
-            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
+        for uses, (_, part, of_part) in zip(covering, candidates, strict=True):
+            for use in [use for use in uses if use.line.share] or uses[:1]:
+                joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
     for slots in joined.values():
         uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
         use, name = uses[0], uses[0].target

@@ -155,17 +155,19 @@ class NameInverse:
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
-            first, count = general.replace(f"{{{stacked}}}", "0"), 1
+            first = general.replace(f"{{{stacked}}}", "0")
             packed = self._packed.get(self._architecture.in_general(first))
             if packed is None and not (self.is_known(first) and self._architecture.stated(first) == first):
                 return None
             indices = self._architecture.indices_in(first)
             axis = indices.popitem()[0] if stacked else None
+            members = range(1)
             if packed is not None:
                 names[filled(packed, indices)] = None
                 continue
             if axis is not None:
-                size = self._sizes.counts.get(axis)
+                members = line.members(self._sizes.counts.get(axis, 0))
+                size = len(members) if axis in self._sizes.counts else None
                 if size is not None and length is not None and length < size:
                     which = f"a stack of {length:,} has no numbers, and config.json says {size:,} of axis '{axis}'"
                     hint = "is config.json that of these tensors?"
@@ -174,8 +176,8 @@ class NameInverse:
                 check_members(axis, size, len(self._present))
                 if size is None:
                     return None
-                count = size
-            names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
+                members = range(members.start, members.start + size)
+            names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in members))
         return list(names)
 
     def _published(self, source: str) -> str | None:

@@ -37,9 +37,7 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
         two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
         wanted = [f for f in dataclasses.fields(cls) if f.name in asked - two_names]
         values = {f.name: f.default for f in wanted if _is_plain(f.default)}
-        values |= {
-            f.name: True for f in dataclasses.fields(cls) if f.name == "tie_word_embeddings" and f.default is True
-        }
+        values |= {"tie_word_embeddings": True} if getattr(cls, "tie_word_embeddings", None) is True else {}
         values.pop("model_type", None)
         if values:
             found[model_type] = values

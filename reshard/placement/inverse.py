@@ -37,7 +37,7 @@ class NameInverse:
         self._constants = [pattern for constant in constants for pattern in constant.names]
         is_of_any = format.takes_any_names and not format.plain  # a run has tied tensors under each name of modules
         self._spellings = Spellings(architecture, config) if format.modules or is_of_any else None
-        modules = format_of("transformers").of(config) if is_of_any else self._format
+        modules = format_of("transformers").of(config) if self._spellings is not None else self._format
         self._again = [line for line in modules.rules.lines if line.also and self._sizes.is_true(line.when)]
         self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()

@@ -21,9 +21,10 @@ import transformers
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import numbers_in
 from reshard.formats.notation.architecture_files import HEADS, built_in_architectures, find_architecture, read_document
 from reshard.formats.notation.components import component_names, components, whole
-from reshard.formats.notation.format import Rules, Types, lines_of_types
+from reshard.formats.notation.format import Pattern, Rules, Types, lines_of_types
 from reshard.formats.notation.format_file import PROGRAMS, format_of
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
@@ -89,18 +90,21 @@ def observe(model_type: str, built: Any) -> Observed:
         parts = {line["from"][0] for _, line in found if "packed" in line}
         lines = list(merged([(target, _public(line)) for target, line in found], packed, parts))
         lines += conversions.of_absent(model, lines, {target for target, _ in found})
-        lines += _tied(built, lines)
+        lines += _tied(built, lines, dict(found))
         lines += _of_heads(own, lines)
-        there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
+        again = [Pattern(line["to"]) for line in lines if line.get("also")]
+        there = {target for target, _ in found} | {
+            name for name in built.state_dict() if any(pattern.match(name) is not None for pattern in again)
+        }
         beyond = [name for name in built.state_dict() if name not in there]
         why = f"transformers' modules have '{beyond[0]}', which checkpoints do not have" if beyond else None
         held = {id(each) for key, each in built.named_parameters(remove_duplicate=False) if key in there}
-        again = {
+        twice = {
             key
             for key, each in built.named_parameters(remove_duplicate=False)
             if id(each) in held or key in built.all_tied_weights_keys
         }
-        if not {*beyond} <= again | {key for key, _ in built.named_buffers()}:
+        if not {*beyond} <= twice | {key for key, _ in built.named_buffers()}:
             raise NotExpressibleError(str(why))
         saved = [(pattern, generalized(saved_as, saved_as, pattern)) for saved_as, (pattern, _) in own.items()]
         published = merged([(to, {"from": [source], "to": to}) for source, to in saved], set())
@@ -335,15 +339,18 @@ def _prefixes(plain: Mapping[str, str], packed: set[str]) -> Iterator[tuple[str,
             yield prefix, new
 
 
-def _tied(built: Any, lines: Sequence[Line]) -> Iterator[Line]:
-    """The names of tensors that a model has twice."""
+def _tied(built: Any, lines: Sequence[Line], line_of: Mapping[str, Line]) -> Iterator[Line]:
+    """The names of tensors that a model has twice; ``line_of`` has the line of each of its tensors."""
     for each in (built.config, built.config.get_text_config()):
         each.tie_word_embeddings = True
     ties = {**built.get_expanded_tied_weights_keys(all_submodels=True), **built.all_tied_weights_keys}
     prefixes = [(line["from"][0][:-2], line["to"][:-2]) for line in lines if line["to"].endswith("**")]
     known = {line["to"]: line["from"][0] for line in lines if len(line["from"]) == 1}
     for target, source in ties.items():
-        if not any(segment.isdecimal() for segment in f"{target}.{source}".split(".")):
+        if numbers_in(target) == numbers_in(source) and [*line_of.get(source, {})] == ["from", "to"]:
+            template = line_of[source]["from"][0]
+            yield {"from": [template], "to": generalized(target, source, template), "also": True}
+        elif not numbers_in(f"{target}.{source}"):
             of = next((old + source[len(new) :] for old, new in prefixes if source.startswith(new)), source)
             yield {"from": [known.get(source, of)], "to": target, "also": True}
 

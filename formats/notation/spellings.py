@@ -30,7 +30,7 @@ from reshard.formats.notation.architecture import (
 from reshard.formats.notation.axes import Dim, Shape, Summand
 from reshard.formats.notation.components import component_names
 from reshard.formats.notation.expressions import Expression
-from reshard.formats.notation.format import MODULES, Rules, Use
+from reshard.formats.notation.format import MODULES, Pattern, Rules, Use
 from reshard.formats.notation.format_file import format_of, in_published
 from reshard.formats.notation.heads import NO_HEAD, class_of, head_of
 
@@ -276,11 +276,17 @@ class Spellings:
     def second_names(self, names: Collection[str]) -> dict[str, str]:
         """The names of tensors that modules hold under a second name, each with that of the first."""
         found, tensors = dict[str, str](), dict[Hashable, str]()
-        for line in self._of_types.lines if self._is_known else ():
-            forms = _forms(line.target.text) if line.also else ()
-            if second := next((form for form in forms if form in names), None):
-                tensors = tensors or {self.tensor(name): name for name in names if not numbers_in(name)}
-                if (first := tensors.get(self.tensor(line.sources[0].text), second)) != second:
+        lines = [line for line in self._of_types.lines if line.also and self._is_known]
+        are_numbered = any(line.target.indices for line in lines)
+        for line in lines:
+            forms = _forms(line.target.text)
+            among = names if line.target.indices else [form for form in forms if form in names][:1]
+            for second in among:
+                matches = (Pattern(form).match(second) for form in forms)
+                if (words := next((words for words in matches if words is not None), None)) is None:
+                    continue
+                tensors = tensors or {self.tensor(name): name for name in names if are_numbered or not numbers_in(name)}
+                if (first := tensors.get(self.tensor(line.sources[0].fill(words)), second)) != second:
                     found[second] = first
         for second, first in found.items():
             while found.get(first, second) != second:

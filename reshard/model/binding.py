@@ -69,10 +69,19 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
 
 
 def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
-    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied."""
-    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied. A type
+    that shares its tables (T5) does so whatever the config says, which is about the head alone.
+    """
+    defaults = config_defaults().get(str(config.get("model_type")), {})
+    sources = config, architecture.settings(config), defaults
     stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
-    return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
+    if defaults.get("shares_tables"):
+        return {True, *stated}
+    return stated if True in stated and not _is_untied(config) else set()
+
+
+def _is_untied(config: Mapping[str, Any]) -> bool:
+    return config.get("tie_word_embeddings") is False
 
 
 def may_be_tied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
@@ -109,6 +118,9 @@ def tied_twice(
             stage = architecture.stage_of(tensor.name)
             (lasts if stage is not None and stage.text == "last" else firsts).append(tensor)
     pairs = [(others[name], others[first]) for name, first in again.items() if {name, first} <= others.keys()]
+    if _is_untied(config):
+        stages = ((pair, architecture.stage_of(pair[0].name)) for pair in pairs)
+        pairs, lasts = [pair for pair, stage in stages if stage is None or stage.text != "last"], []
     pairs += [(last, firsts[0]) for last in lasts if len(firsts) == 1]
     alike = ((b.name, a.name) for b, a in pairs if (b.dtype, b.shape, b.local) == (a.dtype, a.shape, a.local))
     return shared | {name: first for name, first in alike if False not in stated or are_same(name, first)}

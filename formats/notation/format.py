@@ -508,7 +508,8 @@ class Types:
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
     any degree), and ``seen`` the names of all tensors that were compared. ``published`` are lines for the names in
-    published checkpoints, where they are not those of the architecture's lines. ``made_with`` has the programs'
+    published checkpoints, where they are not those of the architecture's lines, ``unsaved`` the tensors that classes
+    compute and do not save. ``made_with`` has the programs'
     versions.
     """
 
@@ -524,6 +525,9 @@ class Types:
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
     published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
+    unsaved: Mapping[str, frozenset[str]] = field(
+        default_factory=dict, metadata={"read": _of_each("tensors", reader_for(frozenset[str]))}
+    )
     made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ import transformers
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
-from reshard.formats.notation.architecture import numbers_in
+from reshard.formats.notation.architecture import numbers_in, without_numbers
 from reshard.formats.notation.architecture_files import HEADS, built_in_architectures, find_architecture, read_document
 from reshard.formats.notation.components import component_names, components, whole
 from reshard.formats.notation.format import Pattern, Rules, Types, lines_of_types
@@ -268,6 +268,11 @@ class _Conversions:
     def _line(self, target: str, sources: Sequence[str], options: Sequence[str]) -> Line:
         templates = [self._own[name][0] for name in sources]
         to = generalized(target, sources[0], templates[0])
+        indices, numbers = _INDEX.findall(templates[0]), numbers_in(to)
+        if len(indices) == len(numbers) == 1 and not _INDEX.findall(to):
+            shift = numbers[0] - numbers_in(sources[0])[-1]
+            to = without_numbers(to, indices[0])
+            return {"from": templates, "to": to, "shift": shift, **dict.fromkeys(options, True)}
         return {"from": templates, "to": to, **dict.fromkeys(options, True)}
 
 

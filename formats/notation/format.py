@@ -145,7 +145,8 @@ class Line:
     every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``dim`` is the dimension
     along which they are joined, if it is not their output (matrices in a stack). ``ones`` are the positions of
     dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them. With ``share``, a
-    number and a count, a stack has this one of so many equal ranges of its index.
+    number and a count, a stack has this one of so many equal ranges of its index. The number in the target's name is by
+    ``shift`` above that of the sources.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
     place), or its other names on the stages ``first`` and ``last`` of a pipeline.
@@ -166,6 +167,7 @@ class Line:
     dim: int | None = None
     ones: tuple[int, ...] | None = None
     share: tuple[int, ...] = ()
+    shift: int = 0
     cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None
     dtype: str | None = None
@@ -191,6 +193,13 @@ class Line:
         """Whether the program's tensor has the dimensions of its source."""
         changes = (self.output_first, self.by, self.ones is not None, self.cut, self.function)
         return [source.indices for source in self.sources] == [self.target.indices] and not any(changes)
+
+    def words_of(self, name: str) -> Mapping[str, str] | None:
+        """The texts that wildcards stand for in the names of the sources of a tensor; None if it is not the target."""
+        words = self.target.match(name)
+        if words is None or not self.shift:
+            return words
+        return {word: str(int(value) - self.shift) if value.isdecimal() else value for word, value in words.items()}
 
     def members(self, size: int) -> range:
         """The indices of its stack, of an axis of this size."""

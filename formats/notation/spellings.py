@@ -56,7 +56,8 @@ class ModuleTensor:
     """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
 
     ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
-    input first and it has its output first. A rule of it has one shape for each of the sources'.
+    input first and it has its output first. A rule of it has one shape for each of the sources'. The number in its name
+    is by ``shift`` above that of the source.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ModuleTensor:
     shapes: Shapes
     stacked: str | None = None
     turned: bool = False
+    shift: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -110,7 +112,7 @@ def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> I
     for line in rules.lines if template.endswith("*") else ():
         names = [pattern.text.replace("**", "*") for pattern in (line.target, *line.sources)]
         if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] not in base.tensors:
-            yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes)
+            yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes, shift=line.shift)
 
 
 def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[list[tuple[str, SourcePart, Shapes]]]:
@@ -197,6 +199,10 @@ class Spellings:
         return {tensor.parts[0].source: tensor.name for tensor in self._tensors if tensor.is_whole}
 
     @cached_property
+    def _shifts(self) -> Mapping[str, int]:
+        return {tensor.name: tensor.shift for tensor in self._tensors if tensor.shift}
+
+    @cached_property
     def _sources(self) -> Mapping[str, str]:
         """The same the other way, where they differ: of lines that give the same name, the first counts."""
         rules = self._of_types
@@ -232,7 +238,8 @@ class Spellings:
         found, match = self._module_names.find(name), self._architecture.match(name)
         if found is None:
             return None
-        stem, source = (filled(each, found[1]) for each in (found[0], self._sources.get(found[0], found[0])))
+        stem, numbers = filled(*found), {axis: n - self._shifts.get(found[0], 0) for axis, n in found[1].items()}
+        source = filled(self._sources.get(found[0], found[0]), numbers)
         if not stem.endswith("*"):
             return stem, source
         use = self._use(self._of_types, name, match) if match is not None else None
@@ -331,4 +338,6 @@ class Spellings:
         use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
         target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
         known = {**self._architecture.indices_in(name), **match.indices}
-        return filled(target, {**{f"number{place}": number for place, number in numbers}, **known})
+        known = {**{f"number{place}": number for place, number in numbers}, **known}
+        shift = use.line.shift if use is not None else 0
+        return filled(target, {axis: number + shift for axis, number in known.items()})

@@ -149,7 +149,7 @@ class Arrangement:
                     target = layers.new.fill({**words, layers.new_index: f"{{{layers.new_index}}}"})
                     at = {**at, layers.new_index: at[layers.index] - end}
                     break
-            name = filled(target, at)
+            name = filled(target, {axis: number + portion.line.shift for axis, number in at.items()})
         name = self._names.get(name, name) if target is None else name
         return (
             name,

@@ -128,7 +128,7 @@ class NameInverse:
 
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
-            words = line.target.match(name)
+            words = line.words_of(name)
             if words is None or line.also or not self._sizes.is_true(line.when):
                 continue
             sources = self._sources_of(line, words, self._lengths.get(name))

@@ -270,6 +270,7 @@ class Spellings:
         if self.is_joined(name):
             return None
         if (match := self._architecture.match(name)) is not None:
+            name = self._architecture.stated(name) if match.template.endswith("*") else name
             return self._by_lines(self._published, name, match)
         of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
@@ -300,6 +301,15 @@ class Spellings:
                 first = found[first]
             found[second] = first
         return found
+
+    def is_second(self, name: str) -> bool:
+        """Whether modules hold a tensor once more under this name, with the root or without."""
+        return any(pattern.match(name) is not None for pattern in self._seconds)
+
+    @cached_property
+    def _seconds(self) -> Sequence[Pattern]:
+        targets = (line.target.text for line in self._of_types.lines if line.also)
+        return [Pattern(form) for target in targets for form in _forms(target)]
 
     def only(self, names: str) -> Callable[[str], str | None]:
         """A spelling that knows only names that are ``published``, or those of ``modules``."""

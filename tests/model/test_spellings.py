@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import reshard
-from benchmarks.spellings import LORA, SPELLINGS, check
+from benchmarks.spellings import LORA, SPELLINGS, check, contents
 from reshard.formats.errors import ReshardError
 from reshard.formats.notation.architecture import with_first_indices
 from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
@@ -27,8 +27,8 @@ from tests.support import command
 
 State = dict[str, torch.Tensor]
 
-NOT_READ = {"inkling2", "inkling2_text", "molmo2"}
-"""What transformers makes of a tensor is not in its table: a number that is one more, sizes that nothing states."""
+NOT_READ = {"molmo2"}
+"""What transformers makes of a tensor is not in its table: two are joined whose sizes nothing states."""
 PACKED_OTHERWISE = {"qwen4_exp", "qwen4_exp_text", "esm"}
 """They open by lines of their own, in which the same matrices are several tensors, or tensors have any names in a
 tower: diff does not take these for the same yet.
@@ -167,8 +167,6 @@ NO_PLACE = {
     "molmo2",
     "qwen4_exp",
     "qwen4_exp_text",
-    "inkling2_text",
-    "inkling2",
     "esm",
     "esm-absolute",
     "zamba",
@@ -181,7 +179,8 @@ TIED_OTHERWISE = {"mbart", "mt5"}
 
 @pytest.mark.parametrize(
     "name",
-    some({"gemma3", "minimax_m3_vl", "paddleocr_vl", "qwen2_vl", "granitemoe", "bert", "t5", "gte", "zamba"},
+    some({"gemma3", "minimax_m3_vl", "paddleocr_vl", "qwen2_vl", "granitemoe", "bert", "t5", "gte", "zamba",
+          "ernie4_5_vl_moe", "inkling2_text"},
          TIED_OTHERWISE, zoo.ZOO),
 )  # fmt: skip
 def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: str, tmp_path: Path) -> None:
@@ -211,6 +210,9 @@ def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: 
     assert names_and_values(tmp_path / "back") == published
 
 
+COMPUTED = {f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")}
+"""Positions of Marian: published with old models, and not saved since."""
+
 REFUSED = sorted(NO_PLACE - {"esm", "esm-absolute", "zamba", "zamba2"})
 
 
@@ -238,7 +240,9 @@ def test_published_names_are_those_of_each_tensor_once(name: str, tmp_path: Path
     model, state = store.checkpoint(name), modules_of(name)
     plain(state, tmp_path / "plain", model)
     reshard.split(tmp_path / "plain", tmp_path / "ranks", tp=1, quiet=True)
-    wanted = {key: state[key] for key in state.keys() & names_and_values(model).keys() - zoo.ZOO[name].copies.keys()}
+    published = names_and_values(model).keys() - zoo.ZOO[name].copies.keys()
+    published -= COMPUTED if name == "marian" else set()
+    wanted = {key: state[key] for key in state.keys() & published}
     for source in ("plain", "ranks"):
         out = tmp_path / f"of {source}"
         reshard.merge(tmp_path / source, out, names="published", quiet=True)
@@ -338,6 +342,49 @@ def test_published_names_claim_nothing_of_another_spelling(name: str, spelling: 
     """Read as published names these are more models than there are; ESM's name with a star claims none of LoRA's."""
     (found,) = check(name, [(spelling, "plain")])
     assert found.verdict in {"right", "names"}, found
+
+
+HELD_TWICE = ["zamba2", "diffusion_gemma", "nomic_bert", "jina_embeddings_v3", "t5gemma2", "mt5", "marian"]
+"""Layers that share a block; an encoder that is the decoder; biases and tables that a class or a type ties; positions
+that a class computes.
+"""
+
+
+@pytest.mark.parametrize("name", one_of_each(HELD_TWICE, lambda name: "" if name == "zamba2" else "other"))
+def test_a_state_dict_comes_back_with_each_tensor_once(name: str) -> None:
+    found = check(name, [("state_dict", "plain"), ("state_dict module.", "plain"), ("state_dict", "dcp")])
+    assert {(one.verdict, one.why) for one in found} == {("right", "")}
+
+
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_what_layers_should_share_and_do_not_is_kept(container: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint("zamba2"), modules_of("zamba2")
+    (name,) = (key for key in state if key.endswith("layers.3.shared_transformer.self_attn.q_proj.weight"))
+    run, given = stored(container, state | {name: state[name] + 1}, tmp_path / "run", model)
+    reshard.merge(run, tmp_path / "out", names="published", quiet=True, **given)
+    found = contents(tmp_path / "out")
+    assert found.keys() - names_and_values(model).keys() == {name} and torch.equal(found[name], state[name] + 1)
+
+
+@pytest.mark.parametrize("container", ["safetensors", "dcp"])
+def test_a_head_that_is_not_tied_is_one_although_its_type_shares_tables(container: str, tmp_path: Path) -> None:
+    model, state = store.checkpoint("mt5"), modules_of("mt5")
+    run, given = stored(container, state | {"lm_head.weight": state["shared.weight"].clone()}, tmp_path / "run", model)
+    reshard.merge(run, tmp_path / "out", names="published", quiet=True, **given)
+    assert contents(tmp_path / "out").keys() == names_and_values(model).keys() >= {"lm_head.weight", "shared.weight"}
+
+
+def test_what_a_class_computes_is_left_behind_by_name(tmp_path: Path) -> None:
+    """Of a state dict: a published checkpoint that has it keeps it."""
+    model, out = store.checkpoint("marian"), tmp_path / "out"
+    plain(modules_of("marian"), tmp_path / "run", model)
+    done = reshard.merge(tmp_path / "run", out, names="published", quiet=True)
+    assert {*done.left_behind} == COMPUTED == names_and_values(model).keys() - contents(out).keys()
+    report = reshard.verify(tmp_path / "run", out, exact_only=True, quiet=True)
+    assert report.verdict == "same" and "(transformers computes it)" in report.to_text()
+    plain(root_changed(contents(model)), tmp_path / "hub", model)
+    done = reshard.merge(tmp_path / "hub", tmp_path / "kept", names="published", quiet=True)
+    assert not done.left_behind and contents(tmp_path / "kept").keys() >= COMPUTED
 
 
 def test_published_names_are_known_as_such_where_those_of_modules_are_not() -> None:

@@ -270,7 +270,6 @@ class Spellings:
         if self.is_joined(name):
             return None
         if (match := self._architecture.match(name)) is not None:
-            name = self._architecture.stated(name) if match.template.endswith("*") else name
             return self._by_lines(self._published, name, match)
         of_weight = self.published(f"{module}.weight") if leaf != "weight" else None
         return None if of_weight is None else of_weight.removesuffix("weight") + leaf
@@ -345,6 +344,7 @@ class Spellings:
 
     def _by_lines(self, rules: Rules, name: str, match: Match) -> str:
         """A name, in whatever prefix, as lines spell it."""
+        name = self._architecture.stated(name) if match.template.endswith("*") else name  # with the line's root
         use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
         target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
         known = {**self._architecture.indices_in(name), **match.indices}

@@ -388,13 +388,14 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
             unsaved.setdefault((*one.unsaved,), set()).update(names)
         for of, own in ((lines, one.lines), (published, one.published)):
             of += [(key, line, name) for key, line in own.items() for name in names]
+    groups = [{"tensors": [*of], "types": sorted(names)} for of, names in unsaved.items()]
     return {
         "classes": sorted({one.name for one in observed}),
         "refused": refused,
         **({"beyond": by_reason(beyond)} if beyond else {}),
         "lines": _of_types(lines),
         **({"published": _of_types(published)} if published else {}),
-        **({"unsaved": [{"tensors": [*of], "types": sorted(names)} for of, names in unsaved.items()]} if unsaved else {}),
+        **({"unsaved": groups} if groups else {}),
     }
 
 

@@ -96,15 +96,15 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
         else:
             yield ModuleTensor(template, (SourcePart(template),), shapes)
             continue
-        for uses, (_, part, of_part) in zip(covering, candidates, strict=True):
-            for use in [use for use in uses if use.line.share] or uses[:1]:
+        for found, (_, part, of_part) in zip(covering, candidates, strict=True):
+            for use in (use for use in found if use is found[0] or use.line.share):
                 joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
     for slots in joined.values():
         uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
         use, name = uses[0], uses[0].target
         if len(slots) == len(use.line.sources):
             turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
-            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned)
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned, use.line.shift)
 
 
 def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> Iterator[ModuleTensor]:

@@ -253,7 +253,7 @@ def test_published_names_are_those_of_each_tensor_once(name: str, tmp_path: Path
             reshard.merge(out, tmp_path / "none", names="published", quiet=True)
 
 
-@pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe"}, (), zoo.ZOO))
+@pytest.mark.parametrize("name", some({"gemma3", "hyperclovax_vision_v2", "qwen3_moe", "inkling2_text"}, (), zoo.ZOO))
 def test_a_name_is_spelled_there_and_back(name: str) -> None:
     """No name of a published checkpoint is that of a module of another tensor."""
     model = store.checkpoint(name)

@@ -37,13 +37,21 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
         two_names = {*cls.attribute_map.keys(), *cls.attribute_map.values()}  # the file may say it by the other
         wanted = [f for f in dataclasses.fields(cls) if f.name in asked - two_names]
         values = {f.name: f.default for f in wanted if _is_plain(f.default)}
-        values |= {
-            f.name: True for f in dataclasses.fields(cls) if f.name == "tie_word_embeddings" and f.default is True
-        }
+        values |= {"tie_word_embeddings": True} if getattr(cls, "tie_word_embeddings", None) is True else {}
+        if not cls.sub_configs and _is_tied_always(cls):
+            values["shares_tables"] = True
         values.pop("model_type", None)
         if values:
             found[model_type] = values
     return found
+
+
+def _is_tied_always(cls: Any) -> bool:
+    """Whether a class takes its tables as tied even if it is told that they are not."""
+    try:
+        return cls(tie_word_embeddings=False).tie_word_embeddings is True
+    except Exception:  # it demands other settings
+        return False
 
 
 def _is_plain(value: Any) -> bool:

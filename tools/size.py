@@ -28,9 +28,9 @@ class Size(NamedTuple):
 
 
 CEILING = {
-    "formats": Size(48, 7072, 725, 109),
-    "reshard": Size(146, 19139, 1661, 232),
-    "verify": Size(57, 6288, 575, 85),
+    "formats": Size(48, 7113, 730, 109),
+    "reshard": Size(146, 19179, 1664, 232),
+    "verify": Size(57, 6294, 575, 85),
 }
 
 _NOT_CODE = {

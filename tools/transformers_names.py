@@ -21,9 +21,10 @@ import transformers
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.mesh import Mesh
+from reshard.formats.notation.architecture import numbers_in, without_numbers
 from reshard.formats.notation.architecture_files import HEADS, built_in_architectures, find_architecture, read_document
 from reshard.formats.notation.components import component_names, components, whole
-from reshard.formats.notation.format import Rules, Types, lines_of_types
+from reshard.formats.notation.format import Pattern, Rules, Types, lines_of_types
 from reshard.formats.notation.format_file import PROGRAMS, format_of
 from reshard.mesh.plan import make_plan
 from reshard.model.binding import bind
@@ -32,7 +33,7 @@ from reshard.placement.arrangement import arrangement_of
 from tools.tables import by_reason, text_of
 
 OUTPUT = PROGRAMS / "transformers.json"
-LEVELS = {"lines": 3, "published": 3, "refused": 2, "beyond": 2}
+LEVELS = {"lines": 3, "published": 3, "unsaved": 2, "refused": 2, "beyond": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
 """Names that a prefix must explain to be a line."""
@@ -55,6 +56,8 @@ class Observed:
     lines: Mapping[str, Line] = field(default_factory=dict)
     published: Mapping[str, Line] = field(default_factory=dict)
     """Lines for the names in its checkpoints, where they are not those of its architecture file."""
+    unsaved: Sequence[str] = ()
+    """Tensors that its class does not save."""
     reason: str | None = None
     beyond: str | None = None
     """Tensors of its modules that its checkpoints lack: buffers, or second names of tensors."""
@@ -89,22 +92,26 @@ def observe(model_type: str, built: Any) -> Observed:
         parts = {line["from"][0] for _, line in found if "packed" in line}
         lines = list(merged([(target, _public(line)) for target, line in found], packed, parts))
         lines += conversions.of_absent(model, lines, {target for target, _ in found})
-        lines += _tied(built, lines)
+        lines += _tied(built, lines, dict(found))
         lines += _of_heads(own, lines)
-        there = {target for target, _ in found} | {line["to"] for line in lines if line.get("also")}
+        again = [Pattern(line["to"]) for line in lines if line.get("also")]
+        there = {target for target, _ in found} | {
+            name for name in built.state_dict() if any(pattern.match(name) is not None for pattern in again)
+        }
         beyond = [name for name in built.state_dict() if name not in there]
         why = f"transformers' modules have '{beyond[0]}', which checkpoints do not have" if beyond else None
         held = {id(each) for key, each in built.named_parameters(remove_duplicate=False) if key in there}
-        again = {
+        twice = {
             key
             for key, each in built.named_parameters(remove_duplicate=False)
             if id(each) in held or key in built.all_tied_weights_keys
         }
-        if not {*beyond} <= again | {key for key, _ in built.named_buffers()}:
+        if not {*beyond} <= twice | {key for key, _ in built.named_buffers()}:
             raise NotExpressibleError(str(why))
         saved = [(pattern, generalized(saved_as, saved_as, pattern)) for saved_as, (pattern, _) in own.items()]
         published = merged([(to, {"from": [source], "to": to}) for source, to in saved], set())
-        observed = Observed(name, model_type, _by_text(lines), _by_text(published), beyond=why)
+        unsaved = sorted(own[key][0] for key in own.keys() & {*(built._keys_to_ignore_on_save or ())})
+        observed = Observed(name, model_type, _by_text(lines), _by_text(published), unsaved, beyond=why)
         _check(observed, model, built)
         return observed
     except ReshardError as error:
@@ -157,6 +164,7 @@ class _Conversions:
 
         groups: dict[str, tuple[Any, dict[str, str]]] = {}
         self._sizes = AxisSizes(model.architecture, model.config, {})
+        self._own_lines = model.architecture.tensors.keys() - model.architecture.derived
         for tensor in sorted(model.tensors, key=lambda tensor: dot_natural_key(tensor.name)):
             target, pattern = self._renamed(tensor.name)
             if pattern is None:
@@ -200,6 +208,11 @@ class _Conversions:
             case [("MergeModulelist", 0)] | [("MergeModulelist", 0), ("Concatenate", 1)]:
                 first = {names[name]: name for name in reversed(sources)}
                 yield targets[0], self._line(targets[0], [first[pattern] for pattern in order if pattern in first], ())
+            case [("ErnieFuseAndSplitTextVisionExperts", None)]:
+                first = {names[name]: name for name in reversed(sources)}
+                for number, each in enumerate(targets):
+                    line = self._line(each, [first[pattern] for pattern in order], ())
+                    yield each, line | {"share": [number, len(targets)]}
             case [("Concatenate", dim)] if self._are_sized(sources):
                 line = self._line(targets[0], sources, ())
                 if dim or self._own[sources[0]][1].rule.arrow is not None:
@@ -207,6 +220,8 @@ class _Conversions:
                 yield targets[0], line
             case [("PermuteForRope", None)] if len(sources) == 1:
                 yield targets[0], self._line(targets[0], sources, ()) | {"halves": self._last_factor(sources[0])}
+            case [("Interleave", dim)] if len(parts := self._parts(sources[0])) > 1:
+                yield targets[0], self._line(targets[0], sources, ()) | {"from": parts, "packed": sources, "dim": dim}
             case _ if len(sources) == 1 and self._takes_apart(operations):
                 turned = getattr(entry.operations[-1], "permute_layer_names", ())
                 yield from self._apart(sources[0], [*found], turned)
@@ -223,8 +238,15 @@ class _Conversions:
 
     def _takes_apart(self, operations: Sequence[tuple[str, int | None]]) -> bool:
         """Whether a tensor becomes the components that its rule has."""
-        names = [name for name, _ in operations if name != "PermuteForRope"]
+        names = [name for name, _ in operations if name not in {"PermuteForRope", "Interleave"}]
         return names in (["Chunk"], ["Split"])
+
+    def _parts(self, source: str) -> list[str]:
+        """The names of a packed tensor's components: those of modules that have them apart, if no tensor has these."""
+        template, kind = self._own[source]
+        labelled, unpacked = component_names(template, kind.rule)
+        is_free = template.endswith((".weight", ".bias")) and not self._own_lines & unpacked.keys()
+        return [*(unpacked if is_free else labelled)]
 
     def _last_factor(self, source: str) -> str:
         """The last axis of a tensor's output, within which positions rotate."""
@@ -236,17 +258,21 @@ class _Conversions:
         """A packed tensor, the components of which transformers has as tensors of their own. ``turned`` has words in
         the names of those in which the pairs of each head lie as halves.
         """
-        template, kind = self._own[source]
-        parts = components(kind.rule)
+        template, parts = self._own[source][0], self._parts(source)
         if len(parts) != len(targets):
             raise NotExpressibleError(f"'{source}' goes apart into {len(targets)} tensors in transformers")
-        for own, target in zip(component_names(template, kind.rule)[1], targets, strict=True):
+        for own, target in zip(parts, targets, strict=True):
             halves = {"halves": self._last_factor(source)} if any(word in target for word in turned) else {}
             yield target, {"from": [own], "to": generalized(target, source, template), "packed": [source], **halves}
 
     def _line(self, target: str, sources: Sequence[str], options: Sequence[str]) -> Line:
         templates = [self._own[name][0] for name in sources]
         to = generalized(target, sources[0], templates[0])
+        indices, numbers = _INDEX.findall(templates[0]), numbers_in(to)
+        if len(indices) == len(numbers) == 1 and not _INDEX.findall(to):
+            shift = numbers[0] - numbers_in(sources[0])[-1]
+            to = without_numbers(to, indices[0])
+            return {"from": templates, "to": to, "shift": shift, **dict.fromkeys(options, True)}
         return {"from": templates, "to": to, **dict.fromkeys(options, True)}
 
 
@@ -277,9 +303,9 @@ def merged(lines: Iterable[tuple[str, Line]], packed: set[str], parts: Container
     """One line for tensors that differ in indices, with prefixes in the place of many names, and one for each of the
     ``parts`` of ``packed`` tensors.
     """
-    found: dict[tuple[str, ...], Line] = {}
+    found: dict[tuple[object, ...], Line] = {}
     for _, line in lines:
-        key = (*line["from"],)
+        key = (*line["from"], *line.get("share", ()))
         if found.setdefault(key, line) != line:
             raise NotExpressibleError(f"'{line['from'][0]}' becomes '{found[key]['to']}' and '{line['to']}'")
     plain = {line["from"][0]: line["to"] for line in found.values() if len(line["from"]) == 1 and len(line) == 2}
@@ -321,15 +347,18 @@ def _prefixes(plain: Mapping[str, str], packed: set[str]) -> Iterator[tuple[str,
             yield prefix, new
 
 
-def _tied(built: Any, lines: Sequence[Line]) -> Iterator[Line]:
-    """The names of tensors that a model has twice."""
+def _tied(built: Any, lines: Sequence[Line], line_of: Mapping[str, Line]) -> Iterator[Line]:
+    """The names of tensors that a model has twice; ``line_of`` has the line of each of its tensors."""
     for each in (built.config, built.config.get_text_config()):
         each.tie_word_embeddings = True
     ties = {**built.get_expanded_tied_weights_keys(all_submodels=True), **built.all_tied_weights_keys}
     prefixes = [(line["from"][0][:-2], line["to"][:-2]) for line in lines if line["to"].endswith("**")]
     known = {line["to"]: line["from"][0] for line in lines if len(line["from"]) == 1}
     for target, source in ties.items():
-        if not any(segment.isdecimal() for segment in f"{target}.{source}".split(".")):
+        if numbers_in(target) == numbers_in(source) and [*line_of.get(source, {})] == ["from", "to"]:
+            template = line_of[source]["from"][0]
+            yield {"from": [template], "to": generalized(target, source, template), "also": True}
+        elif not numbers_in(f"{target}.{source}"):
             of = next((old + source[len(new) :] for old, new in prefixes if source.startswith(new)), source)
             yield {"from": [known.get(source, of)], "to": target, "also": True}
 
@@ -348,21 +377,25 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
     which the longest is the first, and those that hold only where a tensor is not there before all.
     """
-    refused, beyond = dict[str, str](), dict[str, str]()
+    refused, beyond, unsaved = dict[str, str](), dict[str, str](), dict[tuple[str, ...], set[str]]()
     first: dict[str, str] = {}
     lines, published = list[tuple[str, Line, str]](), list[tuple[str, Line, str]]()
     for one in observed:
         names = [one.name, one.model_type][: 1 + (first.setdefault(one.model_type, one.name) == one.name)]
         refused |= dict.fromkeys(names, one.reason) if one.reason else {}
         beyond |= dict.fromkeys(names, one.beyond) if one.beyond else {}
+        if one.unsaved:
+            unsaved.setdefault((*one.unsaved,), set()).update(names)
         for of, own in ((lines, one.lines), (published, one.published)):
             of += [(key, line, name) for key, line in own.items() for name in names]
+    groups = [{"tensors": [*of], "types": sorted(names)} for of, names in unsaved.items()]
     return {
         "classes": sorted({one.name for one in observed}),
         "refused": refused,
         **({"beyond": by_reason(beyond)} if beyond else {}),
         "lines": _of_types(lines),
         **({"published": _of_types(published)} if published else {}),
+        **({"unsaved": groups} if groups else {}),
     }
 
 

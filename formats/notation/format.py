@@ -144,7 +144,9 @@ class Line:
     are stored as halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of
     every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``dim`` is the dimension
     along which they are joined, if it is not their output (matrices in a stack). ``ones`` are the positions of
-    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them.
+    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them. With ``share``, a
+    number and a count, a stack has this one of so many equal ranges of its index. The number in the target's name is by
+    ``shift`` above that of the sources.
 
     ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
     place), or its other names on the stages ``first`` and ``last`` of a pipeline.
@@ -164,6 +166,8 @@ class Line:
     by: str | None = None
     dim: int | None = None
     ones: tuple[int, ...] | None = None
+    share: tuple[int, ...] = ()
+    shift: int = 0
     cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None
     dtype: str | None = None
@@ -175,6 +179,8 @@ class Line:
         """Raise NotationError if the entries do not fit together."""
         if self.ones is not None and len(self.sources) > 1:
             raise NotationError(f"'{self.target.text}': 'ones' is for what is made of one tensor")
+        if self.share and not (len(self.share) == 2 and 0 <= self.share[0] < self.share[1]):
+            raise NotationError(f"'{self.target.text}': 'share' should be a number and a count above it")
         for source in self.sources:
             if source.stars != self.target.stars or len(source.indices - self.target.indices) > 1:
                 raise NotationError(f"'{self.target.text}': '{source.text}' has other wildcards")
@@ -187,6 +193,19 @@ class Line:
         """Whether the program's tensor has the dimensions of its source."""
         changes = (self.output_first, self.by, self.ones is not None, self.cut, self.function)
         return [source.indices for source in self.sources] == [self.target.indices] and not any(changes)
+
+    def words_of(self, name: str) -> Mapping[str, str] | None:
+        """The texts that wildcards stand for in the names of the sources of a tensor; None if it is not the target."""
+        words = self.target.match(name)
+        if words is None or not self.shift:
+            return words
+        return {word: str(int(value) - self.shift) if value.isdecimal() else value for word, value in words.items()}
+
+    def members(self, size: int) -> range:
+        """The indices of its stack, of an axis of this size."""
+        number, count = self.share or (0, 1)
+        each = -(-size // count)
+        return range(number * each, min((number + 1) * each, size))
 
     @property
     def stage_names(self) -> Mapping[str, str]:
@@ -498,7 +517,8 @@ class Types:
     whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
     only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
     any degree), and ``seen`` the names of all tensors that were compared. ``published`` are lines for the names in
-    published checkpoints, where they are not those of the architecture's lines. ``made_with`` has the programs'
+    published checkpoints, where they are not those of the architecture's lines, ``unsaved`` the tensors that classes
+    compute and do not save. ``made_with`` has the programs'
     versions.
     """
 
@@ -514,6 +534,9 @@ class Types:
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
     published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
+    unsaved: Mapping[str, frozenset[str]] = field(
+        default_factory=dict, metadata={"read": _of_each("tensors", reader_for(frozenset[str]))}
+    )
     made_with: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, config: Mapping[str, Any]) -> str:

@@ -28,9 +28,9 @@ from reshard.formats.notation.architecture import (
     without_numbers,
 )
 from reshard.formats.notation.axes import Dim, Shape, Summand
-from reshard.formats.notation.components import components
+from reshard.formats.notation.components import component_names
 from reshard.formats.notation.expressions import Expression
-from reshard.formats.notation.format import MODULES, Rules, Use
+from reshard.formats.notation.format import MODULES, Pattern, Rules, Use
 from reshard.formats.notation.format_file import format_of, in_published
 from reshard.formats.notation.heads import NO_HEAD, class_of, head_of
 
@@ -57,7 +57,7 @@ class ModuleTensor:
 
     ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
     input first and it has its output first. ``halves`` is the axis whose pairs of rows it has as halves. A rule of it
-    has one shape for each of the sources'.
+    has one shape for each of the sources'. The number in its name is by ``shift`` above that of the source.
     """
 
     name: str
@@ -66,6 +66,7 @@ class ModuleTensor:
     stacked: str | None = None
     turned: bool = False
     halves: str = ""
+    shift: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -89,22 +90,23 @@ def module_tensors(base: Architecture, config: Mapping[str, Any]) -> Iterator[Mo
     for template, rules_of in base.tensors.items():
         shapes = tuple(shapes_in(rules_of))
         yield from _below(template, shapes, rules, base)
-        for candidates in ([(template, SourcePart(template), shapes)], [*_components(template, *shapes[0])]):
+        for candidates in ([(template, SourcePart(template), shapes)], *_components(template, *shapes[0])):
             covering = [[use for use in rules.uses(name) if not use.line.also] for name, _, _ in candidates]
             if candidates and all(covering):
                 break
         else:
             yield ModuleTensor(template, (SourcePart(template),), shapes)
             continue
-        for (use, *_), (_, part, of_part) in zip(covering, candidates, strict=True):
-            joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
+        for found, (_, part, of_part) in zip(covering, candidates, strict=True):
+            for use in (use for use in found if use is found[0] or use.line.share):
+                joined[id(use.line), use.target, part.label is not None][use.source] = use, part, of_part
     for slots in joined.values():
         uses, parts, shapes_of = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
         use, name = uses[0], uses[0].target
         if len(slots) == len(use.line.sources):
             turned = use.line.output_first and any(shape.arrow is not None for shape, _ in shapes_of[0])
-            halves = next(iter(use.line.halves), "")
-            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), use.stacked, turned, halves)
+            ways = use.stacked, turned, next(iter(use.line.halves), ""), use.line.shift
+            yield ModuleTensor(name, parts, tuple(_joined(use, shapes_of)), *ways)
 
 
 def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> Iterator[ModuleTensor]:
@@ -112,17 +114,19 @@ def _below(template: str, shapes: Shapes, rules: Rules, base: Architecture) -> I
     for line in rules.lines if template.endswith("*") else ():
         names = [pattern.text.replace("**", "*") for pattern in (line.target, *line.sources)]
         if len(names) == 2 and not line.also and names[1].startswith(template[:-1]) and names[1] not in base.tensors:
-            yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes)
+            yield ModuleTensor(names[0], (SourcePart(names[1]),), shapes, shift=line.shift)
 
 
-def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[tuple[str, SourcePart, Shapes]]:
-    """The components of a checkpoint's tensor that lie in one piece, under their names where they are not packed."""
-    module, _, leaf = name.rpartition(".")
-    for part in components(shape) if not shape.is_open else ():
-        dim = [Dim((Summand(rules.factors),)) for rules in shape.dims[part.dim].summands if rules.label == part.label]
-        if len(dim) == 1:
-            own = Shape((*shape.dims[: part.dim], *dim, *shape.dims[part.dim + 1 :]), shape.arrow)
-            yield f"{module.rpartition('.')[0]}.{part.label}_proj.{leaf}", SourcePart(name, part.label), ((own, when),)
+def _components(name: str, shape: Shape, when: Expression | None) -> Iterator[list[tuple[str, SourcePart, Shapes]]]:
+    """The components of a checkpoint's tensor, in each way that lines of formats may name them."""
+    for names in component_names(name, shape) if not shape.is_open else ():
+        parts = list[tuple[str, SourcePart, Shapes]]()
+        for own_name, part in names.items():
+            factors = [part.factors[place] for place in part.of_dim(part.dim)]
+            dim = Dim((Summand(tuple(factor for factor in factors if str(factor) != "1") or (1,)),))
+            own = Shape((*shape.dims[: part.dim], dim, *shape.dims[part.dim + 1 :]), shape.arrow)
+            parts += [(own_name, SourcePart(name, part.label), ((own, when),))] if part.index is None else []
+        yield parts
 
 
 def shapes_in(rules: Sequence[Rule]) -> Iterator[tuple[Shape, Expression | None]]:
@@ -198,6 +202,10 @@ class Spellings:
         return {tensor.parts[0].source: tensor.name for tensor in self._tensors if tensor.is_whole}
 
     @cached_property
+    def _shifts(self) -> Mapping[str, int]:
+        return {tensor.name: tensor.shift for tensor in self._tensors if tensor.shift}
+
+    @cached_property
     def _sources(self) -> Mapping[str, str]:
         """The same the other way, where they differ: of lines that give the same name, the first counts."""
         rules = self._of_types
@@ -233,7 +241,8 @@ class Spellings:
         found, match = self._module_names.find(name), self._architecture.match(name)
         if found is None:
             return None
-        stem, source = (filled(each, found[1]) for each in (found[0], self._sources.get(found[0], found[0])))
+        stem, numbers = filled(*found), {axis: n - self._shifts.get(found[0], 0) for axis, n in found[1].items()}
+        source = filled(self._sources.get(found[0], found[0]), numbers)
         if not stem.endswith("*"):
             return stem, source
         use = self._use(self._of_types, name, match) if match is not None else None
@@ -277,17 +286,32 @@ class Spellings:
     def second_names(self, names: Collection[str]) -> dict[str, str]:
         """The names of tensors that modules hold under a second name, each with that of the first."""
         found, tensors = dict[str, str](), dict[Hashable, str]()
-        for line in self._of_types.lines if self._is_known else ():
-            forms = _forms(line.target.text) if line.also else ()
-            if second := next((form for form in forms if form in names), None):
-                tensors = tensors or {self.tensor(name): name for name in names if not numbers_in(name)}
-                if (first := tensors.get(self.tensor(line.sources[0].text), second)) != second:
+        lines = [line for line in self._of_types.lines if line.also and self._is_known]
+        are_numbered = any(line.target.indices for line in lines)
+        for line in lines:
+            forms = _forms(line.target.text)
+            among = names if line.target.indices else [form for form in forms if form in names][:1]
+            for second in among:
+                matches = (Pattern(form).match(second) for form in forms)
+                if (words := next((words for words in matches if words is not None), None)) is None:
+                    continue
+                tensors = tensors or {self.tensor(name): name for name in names if are_numbered or not numbers_in(name)}
+                if (first := tensors.get(self.tensor(line.sources[0].fill(words)), second)) != second:
                     found[second] = first
         for second, first in found.items():
             while found.get(first, second) != second:
                 first = found[first]
             found[second] = first
         return found
+
+    def is_second(self, name: str) -> bool:
+        """Whether modules hold a tensor once more under this name, with the root or without."""
+        return any(pattern.match(name) is not None for pattern in self._seconds)
+
+    @cached_property
+    def _seconds(self) -> Sequence[Pattern]:
+        targets = (line.target.text for line in self._of_types.lines if line.also)
+        return [Pattern(form) for target in targets for form in _forms(target)]
 
     def only(self, names: str) -> Callable[[str], str | None]:
         """A spelling that knows only names that are ``published``, or those of ``modules``."""
@@ -324,7 +348,10 @@ class Spellings:
 
     def _by_lines(self, rules: Rules, name: str, match: Match) -> str:
         """A name, in whatever prefix, as lines spell it."""
+        name = self._architecture.stated(name) if match.template.endswith("*") else name  # with the line's root
         use, numbers = self._use(rules, name, match), enumerate(numbers_in(name))
         target = use.target if use is not None else self._architecture.pattern_of(name, match.template)
         known = {**self._architecture.indices_in(name), **match.indices}
-        return filled(target, {**{f"number{place}": number for place, number in numbers}, **known})
+        known = {**{f"number{place}": number for place, number in numbers}, **known}
+        shift = use.line.shift if use is not None else 0
+        return filled(target, {axis: number + shift for axis, number in known.items()})

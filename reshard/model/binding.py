@@ -7,6 +7,7 @@ tensors are there.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,10 +69,19 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
 
 
 def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
-    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied."""
-    sources = config, architecture.settings(config), config_defaults().get(str(config.get("model_type")), {})
+    """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied. A type
+    that shares its tables (T5) does so whatever the config says, which is about the head alone.
+    """
+    defaults = config_defaults().get(str(config.get("model_type")), {})
+    sources = config, architecture.settings(config), defaults
     stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
-    return stated if True in stated and config.get("tie_word_embeddings") is not False else set()
+    if defaults.get("shares_tables"):
+        return {True, *stated}
+    return stated if True in stated and not _is_untied(config) else set()
+
+
+def _is_untied(config: Mapping[str, Any]) -> bool:
+    return config.get("tie_word_embeddings") is False
 
 
 def may_be_tied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
@@ -89,11 +99,13 @@ def tied_twice(
     """The second names of tied tensors by ``tie_word_embeddings``, each with the first: heads that are the embedding
     once more, and those that may be ``again`` another tensor.
 
-    The default is that of the model type. If the model within says otherwise, the content tells: ``are_same``. A tensor
-    of another dtype or shape is one of its own.
+    The default is that of the model type. If the model within says otherwise, the content tells: ``are_same``, as it
+    does of layers that share a tensor. A tensor of another dtype or shape is one of its own.
     """
+    tensors = list(tensors)
+    shared = _shared_by_layers(architecture, tensors, are_same)
     if not (stated := _stated_ties(architecture, config)):
-        return {}
+        return shared
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})
     firsts, lasts, others = list[FullTensor](), list[FullTensor](), dict[str, FullTensor]()
@@ -106,9 +118,30 @@ def tied_twice(
             stage = architecture.stage_of(tensor.name)
             (lasts if stage is not None and stage.text == "last" else firsts).append(tensor)
     pairs = [(others[name], others[first]) for name, first in again.items() if {name, first} <= others.keys()]
+    if _is_untied(config):
+        stages = ((pair, architecture.stage_of(pair[0].name)) for pair in pairs)
+        pairs, lasts = [pair for pair, stage in stages if stage is None or stage.text != "last"], []
     pairs += [(last, firsts[0]) for last in lasts if len(firsts) == 1]
     alike = ((b.name, a.name) for b, a in pairs if (b.dtype, b.shape, b.local) == (a.dtype, a.shape, a.local))
-    return {name: first for name, first in alike if False not in stated or are_same(name, first)}
+    return shared | {name: first for name, first in alike if False not in stated or are_same(name, first)}
+
+
+def _shared_by_layers(
+    architecture: Architecture, tensors: Iterable[FullTensor], are_same: Callable[[str, str], bool]
+) -> dict[str, str]:
+    """The tensors that a layer has in common with one before it, each with that of the first such layer."""
+    shared = tuple(line[:-1] for line, stage in architecture.stages.items() if stage.text == "every" and "{" in line)
+    matches = ((architecture.match(tensor.name), tensor) for tensor in (tensors if shared else ()))
+    places = ((match, tensor) for match, tensor in matches if match is not None and match.template.startswith(shared))
+    firsts, second = defaultdict[tuple[object, ...], list[str]](list), dict[str, str]()
+    for match, tensor in sorted(places, key=lambda place: tuple(place[0].indices.values())):
+        _, *inner = match.indices.values()
+        own = firsts[match.template, *inner, tensor.dtype, tensor.shape, tensor.local]
+        if (first := next((name for name in own if are_same(tensor.name, name)), None)) is None:
+            own.append(tensor.name)
+        else:
+            second[tensor.name] = first
+    return second
 
 
 def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:

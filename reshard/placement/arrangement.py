@@ -112,6 +112,8 @@ class Arrangement:
         ):
             geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
             for name, kind, _ in self.plan.model.tensors:  # each is stored as it is: there may be half a million
+                if name in self.dropped:
+                    continue
                 if kind not in geometries:
                     layouts = (self._layout(kind, self.parts[kind][0], None, self.plan),)
                     geometries[kind] = Geometry(self.parts[kind], layouts, False), self._stated(kind)
@@ -147,7 +149,7 @@ class Arrangement:
                     target = layers.new.fill({**words, layers.new_index: f"{{{layers.new_index}}}"})
                     at = {**at, layers.new_index: at[layers.index] - end}
                     break
-            name = filled(target, at)
+            name = filled(target, {axis: number + portion.line.shift for axis, number in at.items()})
         name = self._names.get(name, name) if target is None else name
         return (
             name,

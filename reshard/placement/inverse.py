@@ -37,7 +37,7 @@ class NameInverse:
         self._constants = [pattern for constant in constants for pattern in constant.names]
         is_of_any = format.takes_any_names and not format.plain  # a run has tied tensors under each name of modules
         self._spellings = Spellings(architecture, config) if format.modules or is_of_any else None
-        modules = format_of("transformers").of(config) if is_of_any else self._format
+        modules = format_of("transformers").of(config) if self._spellings is not None else self._format
         self._again = [line for line in modules.rules.lines if line.also and self._sizes.is_true(line.when)]
         self._of_stages = [line for line in self._format.rules.lines if line.stage_names]
         self._present: set[str] = set()
@@ -128,7 +128,7 @@ class NameInverse:
 
     def _sources(self, name: str) -> list[str] | None:
         for line in self._format.rules.lines:
-            words = line.target.match(name)
+            words = line.words_of(name)
             if words is None or line.also or not self._sizes.is_true(line.when):
                 continue
             sources = self._sources_of(line, words, self._lengths.get(name))
@@ -155,17 +155,19 @@ class NameInverse:
         for source in line.sources:
             (stacked,) = source.indices - line.target.indices or {None}
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
-            first, count = general.replace(f"{{{stacked}}}", "0"), 1
+            first = general.replace(f"{{{stacked}}}", "0")
             packed = self._packed.get(self._architecture.in_general(first))
             if packed is None and not (self.is_known(first) and self._architecture.stated(first) == first):
                 return None
             indices = self._architecture.indices_in(first)
             axis = indices.popitem()[0] if stacked else None
+            members = range(1)
             if packed is not None:
                 names[filled(packed, indices)] = None
                 continue
             if axis is not None:
-                size = self._sizes.counts.get(axis)
+                members = line.members(self._sizes.counts.get(axis, 0))
+                size = len(members) if axis in self._sizes.counts else None
                 if size is not None and length is not None and length < size:
                     which = f"a stack of {length:,} has no numbers, and config.json says {size:,} of axis '{axis}'"
                     hint = "is config.json that of these tensors?"
@@ -174,8 +176,8 @@ class NameInverse:
                 check_members(axis, size, len(self._present))
                 if size is None:
                     return None
-                count = size
-            names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in range(count)))
+                members = range(members.start, members.start + size)
+            names.update(dict.fromkeys(general.replace(f"{{{stacked}}}", str(i)) for i in members))
         return list(names)
 
     def _published(self, source: str) -> str | None:

@@ -190,10 +190,16 @@ class _FormatOnKinds:
                 continue
             if line.without is not None and any(line.without.match(other) is not None for other in self._names):
                 continue
+            if line.share and dict(kind.indices).get(str(use.stacked)) not in self._members(use):
+                continue
             if line.beside is not None and not self._beside[kind][id(use)]:
                 continue
             if self.model.sizes.is_true(line.when, dict(kind.indices)):
                 yield use
+
+    def _members(self, use: Use) -> range:
+        """The indices of the stack that a tensor becomes a part of."""
+        return use.line.members(self.model.sizes.counts.get(str(use.stacked), 0))
 
     def _portion(self, kind: Kind, component: Component, use: Use) -> Portion:
         line = use.line

@@ -243,10 +243,11 @@ def _naming(folder: Folder, architecture: Architecture, checkpoint: Checkpoint) 
     from reshard.placement.inverse import NameInverse  # rarely needed
 
     origins = NameInverse(HUGGING_FACE, architecture, checkpoint.config)
+    spellings = Spellings(architecture, checkpoint.config)
     names = {stored: without_wrappers(stored) for stored in checkpoint.tensors}
 
     def spell(name: str) -> str | None:
-        return architecture.stated(name) if origins.is_known(name) else None
+        return architecture.stated(name) if origins.is_known(name) or spellings.is_second(name) else None
 
     if folder.beginning is None and not known_forms(names.values(), spell) and not are_states(names.values()):
         return None

@@ -290,7 +290,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         if not recorded and (format.rules.keep or any(line.also for line in format.rules.lines)):
             twice = tied_twice(architecture, config, full, partial(_look_alike, ranks, inverse.origins), inverse.again)
         full = [tensor for tensor in full if tensor.name not in twice]
-        again = inverse.again if format.modules else {}  # its lines have these
+        again = inverse.again if any(line.also for line in format.rules.lines) else {}  # its lines have these
         twice = {n: first for n, first in twice.items() if n not in again and any(n in infos for infos in ranks)}
     is_known = folder.manifest is not None
     if known is not None:

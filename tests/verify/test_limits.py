@@ -172,12 +172,21 @@ def test_attention_that_is_sparse_for_long_inputs_alone(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- what does not run
 
 
-def test_what_does_not_run_has_its_bytes_compared(tmp_path: Path) -> None:
-    """A layer that predicts a further token: transformers does not use it."""
-    original, out = store.checkpoint("deepseek_v3-mtp"), tmp_path / "out"
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("deepseek_v3-mtp", "model.layers.3.eh_proj.weight"),
+        ("qwen2_vl", "visual.blocks.0.mlp.fc1.weight"),
+        ("llama", "model.embed_tokens.weight"),
+    ],
+)
+def test_what_does_not_run_has_its_bytes_compared(model: str, name: str, tmp_path: Path) -> None:
+    """A layer that predicts a further token, a tower, and a row of the vocabulary that no token reaches."""
+    original, out = store.checkpoint(model), tmp_path / "out"
     split(original, out, tp=2)
-    name = "model.layers.3.eh_proj.weight"
-    change_tensor(out / "rank-01-of-02/model.safetensors", name)
-    found = verify(original, out)
+    file = out / "rank-01-of-02/model.safetensors"
+    last = load_file(file)[name].nbytes - 1  # of an exponent, so that whatever it is multiplied with would show it
+    change_tensor(file, name, at=last, flip=0x40)
+    found = verify(original, out, batch=1, seq=8)
     assert found.verdict == "different" and [damage.tensor for damage in found.exact.damages] == [name]
-    assert found.forward.is_same and name in found.forward.unused
+    assert found.forward.is_same and (name in found.forward.unused) == (model == "deepseek_v3-mtp")

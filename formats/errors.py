@@ -120,7 +120,7 @@ def brief(value: object) -> str:
 
 def listed(things: Sequence[object], most: int = 20) -> str:
     """``0, 1, 2``; of more than ``most`` things the first ones, and how many there are."""
-    first = ", ".join(str(thing) for thing in things[:most])
+    first = ", ".join(one_line(str(thing)) for thing in things[:most])
     return first if len(things) <= most else f"{first}, … ({len(things):,} in all)"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.formats.documents import read_config
-from reshard.formats.errors import CheckpointError, PlanError, ReshardError, listed
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, listed, one_line
 from reshard.formats.files.checkpoint import (
     CONFIG,
     DELTA,
@@ -122,7 +122,7 @@ class Report(Result):
 
     def to_text(self, width: int | None = None) -> str:
         """The path, and a line for each thing that is known of it."""
-        return "\n".join([str(self.path), *(f"  {label:<11} {text}" for label, text in _pairs(self))])
+        return "\n".join([str(self.path), *(f"  {label:<11} {one_line(text)}" for label, text in _pairs(self))])
 
 
 @dataclass(frozen=True)

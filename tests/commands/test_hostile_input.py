@@ -327,6 +327,26 @@ def test_names_that_are_not_utf8(source: Path, tmp_path: Path) -> None:
     ok("verify", place, tmp_path / "tp4", "--exact-only")
 
 
+def test_no_name_of_a_stranger_begins_a_line(source: Path, tmp_path: Path) -> None:
+    """A line of one's own would be read as the program's: a verdict, or a command to run."""
+    line = "Load it: a command"
+    (source / f"a\n{line}").touch()
+    saids = [ok("inspect", source), ok("split", source, tmp_path / "tp2", "--tp", "2")]
+    (tmp_path / "tp2" / f"b\n{line}").touch()
+    saids += [
+        run(["inspect", str(tmp_path / "tp2")]),
+        run(["verify", str(source), str(tmp_path / "tp2"), "--exact-only"]),
+    ]
+    (tmp_path / "tp2" / f"b\n{line}").unlink()
+    (tmp_path / "tp2/reshard.json").unlink()
+    change(tmp_path / "tp2/rank-01-of-02/config.json", **{f"c\n{line}": f"d\n{line}"})
+    saids.append(run(["verify", str(source), str(tmp_path / "tp2"), "--exact-only"]))
+    change(source / "config.json", model_type=f"e\n{line}")
+    saids.append(run(["inspect", str(source)]))
+    for said in saids:
+        assert line in said.stdout and not any(each.startswith(line) for each in said.stdout.splitlines()), said
+
+
 @pytest.mark.parametrize("letter", ["x", "\x1b", "é"])
 def test_a_message_that_quotes_a_long_name_is_short(source: Path, letter: str) -> None:
     name = f"model.{letter * 200_000}"

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.errors import IncompleteError, ReshardError
+from reshard.formats.errors import IncompleteError, ReshardError, one_line
 from reshard.formats.mesh import read_mesh
 from reshard.text import Comparison, align, human_bytes, number, percent, plural, ratio
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
@@ -74,8 +74,8 @@ def _difference_in_words(exact: ExactReport) -> str:
         return f"Bytes differ, first in tensor '{first.tensor}' {place}{further}."
     for word, items in (("missing: ", exact.missing), ("extra: ", exact.extra), ("", exact.problems)):
         if items:
-            return f"The shards are not the original's: {word}{items[0]}{_further(items)}."
-    return f"A config is not as it should be: {exact.configs[0]}."
+            return f"The shards are not the original's: {word}{one_line(items[0])}{_further(items)}."
+    return f"A config is not as it should be: {one_line(str(exact.configs[0]))}."
 
 
 def _amount(report: ExactReport) -> str:
@@ -102,7 +102,7 @@ def exact_summary(report: ExactReport) -> str:
     lines += _some("", report.configs)
     lines += [] if report.is_listed else [f"  {NOT_LISTED}"]
     if report.first is not None:
-        lines.append(f"  first: {report.first}")
+        lines.append(f"  first: {one_line(str(report.first))}")
     damages = [
         f"{d.tensor} on rank {d.rank}{_stored(d)}: {plural(d.elements, 'different element')} "
         f"({plural(d.nbytes, 'byte')})"
@@ -117,7 +117,7 @@ def not_compared(names: Sequence[str]) -> str:
     """
     further = f" and {len(names) - 5} more" if len(names) > 5 else ""
     why = "" if any("reshard.json" in name for name in names) else ", as there is no reshard.json"
-    return f"not compared{why}: {', '.join(names[:5])}{further}"
+    return f"not compared{why}: {one_line(', '.join(names[:5]))}{further}"
 
 
 def _stored(difference: FirstDifference | Damage) -> str:
@@ -165,7 +165,7 @@ def _logits(logits: Logits) -> list[str]:
         cells.append((name, *(number(x) for x in values[:3]), number(values[3], ".2%")))
     lines = align(cells, right=(1, 2, 3, 4), width=None)
     for m in logits.mismatches[:SHOWN]:
-        lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
+        lines.append(f"  position {m.position}: top token {m.found}, not {m.expected}, which led by {number(m.margin)}")
     remaining = len(logits.mismatches) - SHOWN
     return [*lines, *([f"  and {remaining} more positions"] if remaining > 0 else [])]
 
@@ -176,7 +176,7 @@ def _further(items: Sequence[Any]) -> str:
 
 
 def _some(title: str, items: Sequence[Any]) -> list[str]:
-    lines = [f"  {title}{item}" for item in items[:SHOWN]]
+    lines = [f"  {title}{one_line(str(item))}" for item in items[:SHOWN]]
     return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines
 
 

@@ -114,20 +114,21 @@ class Block(NamedTuple):
 
 
 class HolderPart(NamedTuple):
-    """A holder's part of a tensor: its blocks, and the expected bits of elements that the original does not have.
-
-    ``use`` is the number of the stored tensor among those that have elements of this one, ``holder`` that of the rank
-    or file. ``bits`` are those of a stored element, which is a ``function`` of the original's if there is one. ``zero``
-    says that the holder has zeros there, ``stated`` which shape of a weight it states instead of the original's.
-    """
+    """A holder's part of a tensor."""
 
     use: int
+    """The number of the stored tensor, among those that have elements of this one."""
     holder: int
+    """The number of the rank or file."""
     blocks: tuple[Block, ...]
     bits: int
+    """The bits of a stored element."""
     function: str | None = None
+    """The function of the original's element that is stored."""
     zero: bool = False
+    """Whether the holder has zeros there."""
     stated: tuple[int, ...] | None = None
+    """The shape of a weight that the holder states, instead of the original's."""
 
 
 def whole(shape: Sequence[int]) -> Block:

@@ -19,6 +19,7 @@ from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifferen
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError
 
 if TYPE_CHECKING:  # they import torch
+    from reshard.verify.engine.compare import EngineReport
     from reshard.verify.forward.job import Logits
     from reshard.verify.forward.report import ForwardReport, LayerRow
 
@@ -187,26 +188,26 @@ VERDICTS = {"same": 0, "different": 1, "unchecked": 2, "incomplete": 2, "without
 @dataclass(repr=False)
 class Answer(Comparison):
     """A request and its findings so far. True only if the ``verdict`` is ``same``; ``raise_if_different()`` raises
-    MismatchError.
-
-    ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
-    (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
-    the grounds of the verdict, ``seconds`` the time of each step.
+    MismatchError. A report is None if that check was not done.
     """
 
     original: str
     shards: str
     options: dict[str, Any]
     plan: OwnPlan | None = None
-    exact: Any = None
-    forward: Any = None
-    engine: Any = None
+    exact: ExactReport | None = None
+    forward: ForwardReport | None = None
+    engine: EngineReport | None = None
     loader: LoaderReport | None = None
     with_engine: bool = False
+    """Whether an engine's run was asked for."""
     error: ReshardError | None = None
+    """The reason why something could not be checked."""
     evidence: list[str] = field(default_factory=list)
+    """The grounds of the verdict."""
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    """The time of each step."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -248,8 +249,7 @@ class Answer(Comparison):
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
                 parts.append("Only the forward pass can tell if that plan is right.")
-        if self.loader is not None:
-            parts += filter(None, [self.loader.verdict])
+        parts += filter(None, [self.loader.verdict] if self.loader is not None else [])
         if forward is not None:
             parts.append(forward.verdict)
             parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []

@@ -190,7 +190,7 @@ class LoadRequest(RankRequest):
     """Arguments of ``load``.
 
     ``device``: torch's name of where the tensors go.
-    ``progress``: True shows a bar. A function is called with the loaded bytes so far, and the total.
+    ``progress``: True for a bar, or a function of the loaded bytes so far and the total.
     """
 
     device: Taken[Device, str] = default("cpu")

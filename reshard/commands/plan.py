@@ -37,7 +37,7 @@ from reshard.transforms.opening import open_any
 class PlanRequest(Access, Degrees):
     """Arguments of ``plan``.
 
-    ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``source``: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
     ``names``: whose names ``format="dcp"`` has, as in ``split``.
     ``link``: the bytes per second that a rank sends, such as ``"450GB/s"``: by default over an H100's NVLink.

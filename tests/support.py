@@ -127,6 +127,11 @@ def form_of(words: str | None) -> dict[str, Any]:
     return {"format": form} | ({"names": names[0]} if names else {})
 
 
+def change_json(path: Path, **settings: object) -> None:
+    """Set entries of a document, in place."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
 def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
     """Flip bits of one byte of a tensor's data, in place."""
     info = read_header(path).tensors[name]

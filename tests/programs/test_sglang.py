@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from reshard.source.opening import open_source
 from tests import store
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
+from tests.support import change_json
 
 pytestmark = thorough
 
@@ -181,8 +181,7 @@ def test_it_is_refused(model: str, settings: dict[str, Any], why: str, tmp_path:
     import shutil
 
     shutil.copytree(checkpoint("vllm", model), tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | settings
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "model" / "config.json", **settings)
     with pytest.raises(PlanError, match=why):
         split(tmp_path / "model", tmp_path / "out", tp=2, format="sglang")
 

@@ -264,15 +264,14 @@ class FactorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A parameter that PEFT may have wrapped. The names of the tensors that belong to it begin with ``place``.
-
-    ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``forms``: it is a
-    stack of matrices, and its A and B have one of these.
-    """
+    """A parameter that PEFT may have wrapped."""
 
     tensors: tuple[ModuleTensor, ...]
+    """The ways in which a checkpoint may have it: with each expert by name or not."""
     place: str
+    """The beginning of the names of its tensors."""
     forms: tuple[FactorLayout, ...] = ()
+    """The forms of A and B, if it is a stack of matrices."""
 
     @property
     def is_stack(self) -> bool:

@@ -55,18 +55,17 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals by which a person decides. Sizes are in bytes; ``replicated`` are those on a rank that another rank holds
-    too.
-
-    If ranks have unequal parts, ``bytes_per_rank`` is that of the largest, and ``bytes_least`` that of the smallest.
-    """
+    """Totals by which a person decides. Sizes are in bytes."""
 
     tensors: int
     parameters: int
     bytes_full: int
     bytes_per_rank: int
+    """The bytes on the largest rank."""
     bytes_least: int
+    """The bytes on the smallest rank."""
     replicated: int
+    """The bytes on a rank that another rank holds too."""
     forward: AllReduce
     backward: AllReduce
 

@@ -38,16 +38,16 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Time:
-    """One step of the whole model, in seconds.
-
-    A measured one has its ``spread``, its ``parts``, and the bytes that a rank put into all-reduces (``reduced``).
-    """
+    """One step of the whole model, in seconds."""
 
     compute: float
     collectives: float
     spread: float = 0.0
+    """If measured, half of the middle half of the times, relative."""
     reduced: int = 0
+    """If measured, the bytes that a rank put into all-reduces."""
     parts: Mapping[str, StepPart] = field(default_factory=dict)
+    """If measured, the time of each part."""
 
     @property
     def seconds(self) -> float:

@@ -151,15 +151,14 @@ ARITHMETIC = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The origin of a tensor's bytes. ``read`` returns those from one offset to another, and raises ReshardError.
-
-    ``files`` are read; the first is the file in whose place the tensor stands. ``plain`` is everything else that the
-    bytes follow from, as JSON.
-    """
+    """The origin of a tensor's bytes."""
 
     read: Callable[[Arithmetic, int, int], Buffer]
+    """Returns the bytes from one offset to another; raises ReshardError."""
     files: Sequence[Remote]
+    """The files that are read; the tensor stands in the place of the first."""
     plain: object
+    """Everything else that the bytes follow from, as JSON."""
 
 
 def part(file: Remote, offset: int) -> Content:

@@ -229,16 +229,16 @@ def check_all_owned(layout: Layout) -> None:
 
 
 class Read(NamedTuple):
-    """A chunk's share of a part: blocks within the elements ``begin`` to ``end`` of the holder's tensor.
-
-    ``elements`` is the number of elements in the blocks. If it is less than ``end - begin``, other elements lie between
-    them.
-    """
+    """A chunk's share of a part."""
 
     part: int
     begin: int
+    """The first element, in the holder's tensor."""
     end: int
+    """The element behind the last."""
     elements: int
+    """The number of elements in the blocks; if it is less than all from ``begin`` to ``end``, others lie between them.
+    """
     blocks: tuple[Block, ...]
 
 

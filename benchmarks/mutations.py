@@ -217,7 +217,7 @@ MUTATIONS = (
     # adapters, and ranges of what is computed
     Mutation("reshard/transforms", "ends[block.expert] if side_by_side else 0", "0",
              ("tests/transforms/test_converted_adapters.py::test_different_as_lie_side_by_side",)),
-    Mutation("reshard/transforms", "matrix, along, rows, at)", "matrix, along, rows, 0)",
+    Mutation("reshard/transforms", "matrix, along, run, at + first)", "matrix, along, run, first)",
              ("tests/transforms/test_merged_adapters.py::test_it_is_merged_as_peft_merges_it",)),
     Mutation("reshard/transforms", "data[begin - first * unit :]", "data[0:]",
              ("tests/transforms/test_merged_adapters.py::test_no_bit_depends_on_the_range_that_is_read",)),

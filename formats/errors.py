@@ -120,7 +120,7 @@ def brief(value: object) -> str:
 
 def listed(things: Sequence[object], most: int = 20) -> str:
     """``0, 1, 2``; of more than ``most`` things the first ones, and how many there are."""
-    first = ", ".join(str(thing) for thing in things[:most])
+    first = ", ".join(one_line(str(thing)) for thing in things[:most])
     return first if len(things) <= most else f"{first}, … ({len(things):,} in all)"
 
 
@@ -140,23 +140,27 @@ def setting_text(name: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The field of a request that is not possible with this ``value`` (None: with any), and ``why``.
-
-    ``beside`` are the fields with which it is not possible, ``format`` the format. ``axes`` are those that stand in the
-    way, or ``tensor`` is the first that does. ``valid`` has the values that are possible, ``instead`` has other fields
-    with values that are, each a few that belong together. ``advice`` is what else to do.
-    """
+    """A field of a request that is not possible, as data."""
 
     name: str
     value: object
+    """The value that is not possible; None if no value is."""
     why: str
+    """The reason, as the end of a sentence."""
     beside: Mapping[str, object] = field(default_factory=dict)
+    """The fields with which it is not possible."""
     format: str | None = None
+    """The format with which it is not possible."""
     axes: tuple[str, ...] = ()
+    """The axes that stand in the way."""
     tensor: str | None = None
+    """The first tensor that stands in the way."""
     valid: tuple[int, ...] = ()
+    """The values that are possible."""
     instead: tuple[Mapping[str, object], ...] = ()
+    """Other fields with values that are possible: each mapping has those that belong together."""
     advice: str | None = None
+    """Further advice."""
 
     def message(self, call: Callable[[str, object], str] = setting_text) -> str:
         """Return the sentence that names the refused setting and the reason. ``call`` writes a field with its value."""

@@ -21,20 +21,21 @@ def _units(value: object, where: str) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named mesh dimensions with their degrees, slowest first; a full checkpoint is a mesh of one rank.
-
-    ``pp`` deals the layers in stages, and is the slowest. With ``same_ranks`` all other dimensions run over the same
-    ranks: experts are dealt whole, and all else is cut (DeepSeek's inference layout, vLLM's
-    ``--enable-expert-parallel``). A dimension of a smaller degree, which divides the largest, has the same again after
-    so many ranks (Megatron-Core's ``--expert-tensor-parallel-size 1``). ``uneven`` has the axes that are dealt over
-    ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see ``Share``). ``stages`` is the
-    number of layers of each stage; empty where the model is not known.
-    """
+    """Named mesh dimensions with their degrees; a full checkpoint is a mesh of one rank."""
 
     degrees: tuple[tuple[str, int], ...] = field(default=(("tp", 1),), metadata={"key": None})
+    """The slowest first: ``pp``, which deals the layers in stages, before all others."""
     same_ranks: bool = False
+    """Whether all dimensions but ``pp`` run over the same ranks: experts are dealt whole, and all else is cut
+    (DeepSeek's inference layout, vLLM's ``--enable-expert-parallel``). A dimension of a smaller degree, which divides
+    the largest, has the same again after so many ranks (Megatron-Core's ``--expert-tensor-parallel-size 1``).
+    """
     uneven: tuple[tuple[str, int], ...] = field(default=(), metadata={"read": _units, "write": dict})
+    """The axes that are dealt over ``tp`` in units, of which the last ranks have fewer, with the indices of a unit (see
+    ``Share``).
+    """
     stages: tuple[int, ...] = field(default=(), metadata={"read": items(whole(1))})
+    """The number of layers of each stage; empty where the model is not known."""
 
     @property
     def _axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:

@@ -51,18 +51,18 @@ class Stat(NamedTuple):
 
 
 class Store(ABC):
-    """Files that are listed, and read by byte ranges.
-
-    ``name`` is what messages and outputs call it, without secrets, ``location`` is where it is; ``commit`` is the
-    version of the whole, if it has one. ``beside`` are the names of files there that do not belong to the checkpoint,
-    None if they are not known. ``folder`` has the files that are on this machine, if one folder has them.
-    """
+    """Files that are listed, and read by byte ranges."""
 
     name: str
+    """Its name in messages and outputs, without secrets."""
     location: str
+    """The place of the files."""
     commit: str | None
+    """The version of the whole, if it has one."""
     beside: tuple[str, ...] | None
+    """The names of files there that do not belong to the checkpoint; None if they are not known."""
     folder: Path | None
+    """The folder that has the files that are on this machine, if one has them."""
 
     @property
     @abstractmethod

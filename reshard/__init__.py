@@ -3,7 +3,7 @@
     reshard.split("model", "out", tp=4)
     print(reshard.verify("model", "out"))
 
-Each command is a function; its arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
+Commands are functions; their arguments have the names of the options. ``plan``, ``inspect`` and ``diff`` read,
 ``split``, ``merge``, ``patch`` and ``average`` write, ``load`` returns one rank's tensors and ``rank_config`` its
 config, ``tensors`` all tensors; ``verify`` and ``profile`` run the model. ``str`` of a result is what the command
 prints. Every error is a ``ReshardError``.

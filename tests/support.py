@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from unittest import mock
 
 import numpy as np
@@ -21,6 +21,9 @@ import numpy as np
 from reshard.__main__ import main
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.mesh.plan import Box, Plan
+
+if TYPE_CHECKING:
+    import torch
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 20, "intermediate_size": 24,
@@ -125,6 +128,21 @@ def form_of(words: str | None) -> dict[str, Any]:
     """The arguments of ``split`` for a format in words: its name, and ``modules`` for the names of modules."""
     form, *names = words.split() if words else [None]
     return {"format": form} | ({"names": names[0]} if names else {})
+
+
+def change_json(path: Path, **settings: object) -> None:
+    """Set entries of a document, in place."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@contextmanager
+def changed_tensors(file: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a file, which has at the end what they are made into."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    yield tensors
+    save_file(tensors, file, dict(read_header(file).metadata))
 
 
 def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:

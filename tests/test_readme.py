@@ -33,7 +33,7 @@ from tools.versions import versions_text
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README, REFERENCE = ROOT / "README.md", DOCS / "reference"
-TUTORIAL, VERIFICATION = DOCS / "tutorial.md", DOCS / "explanation" / "verification.md"
+TUTORIAL = DOCS / "tutorial.md"
 ADAPTERS, ERRORS = (DOCS / "how-to" / f"{name}.md" for name in ("adapters", "errors"))
 WITHOUT_RULES = DOCS / "how-to" / "model-without-rules.md"
 COMMANDS, ARCHITECTURES, FORMATS = (REFERENCE / f"{name}.md" for name in ("commands", "architectures", "formats"))
@@ -230,7 +230,6 @@ def examples(folder: Path) -> Iterator[tuple[Path, str, Callable[[], str]]]:
     yield TUTORIAL, "report", lambda: show("reshard plan model --tp 8 --report plan.html", errors=True)
     yield TUTORIAL, "split", lambda: show(split, "ls out out/rank-02-of-04")
     yield README, "split", lambda: show(split)
-    yield VERIFICATION, "verify", lambda: show(verify)
     yield TUTORIAL, "verify", lambda: show(verify)
     yield README, "proof", lambda: inside.excerpt(verify, "bytes:", "SAME:")
     yield TUTORIAL, "convert", lambda: show(f"{convert} --tp 2 --as vllm", "reshard inspect engine")
@@ -289,10 +288,8 @@ def test_every_command_and_option_is_documented() -> None:
 
 def test_pages_show_the_same_run_of_a_command() -> None:
     """Numbers of rounding differ from run to run, but not on two pages."""
-    shown = block(VERIFICATION.read_text(), "verify")
-    assert block(TUTORIAL.read_text(), "verify") == shown, "run make docs"
     ratio = re.search(r"has (\S+) times", block(README.read_text(), "proof"))
-    assert ratio is not None and ratio[0] in shown
+    assert ratio is not None and ratio[0] in block(TUTORIAL.read_text(), "verify"), "run make docs"
 
 
 @of_ranks

@@ -19,6 +19,8 @@ MESSAGE = re.compile(r"\w*Error|refused|[uU]nfit")
 """The name of a call that makes a message."""
 OF_CODE = re.compile(r"\b(atom|holder|piece|slab|arrangement)s?\b")
 OF_THE_NOTATION = re.compile(r"\b(deals?|dealt)\b")
+ARGUMENTS = re.compile(r"^``\w+``: ", re.MULTILINE)
+"""A line of the docstring of a class of arguments."""
 EXPLAINED = {"words.md", "architecture-files.md", "architectures.md", "models.md"}
 
 
@@ -50,6 +52,16 @@ def test_a_docstring_says_what_a_thing_is_or_does(file: Path) -> None:
     assert not questions, f"{len(questions)} begin as a question does, the first: {questions[0]}"
     predicates = [text for text, is_bool in texts if text.startswith("Whether") and not is_bool]
     assert not predicates, f"only of a bool it is said 'whether': {predicates[0]}"
+
+
+@pytest.mark.parametrize("file", [*FILES.values()], ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_field_has_a_docstring_of_its_own(file: Path) -> None:
+    """Not a paragraph over the class that lists them; ``help`` lists what a class of arguments says in lines."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef) and (text := ast.get_docstring(node)) and not ARGUMENTS.search(text):
+            fields = [ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)]
+            listed = [name for name in fields if f"``{name}``" in text]
+            assert len(listed) < 4, f"{node.name} lists {', '.join(listed)}"
 
 
 @pytest.mark.parametrize("file", [*FILES.values()], ids=lambda file: str(file.relative_to(ROOT)))

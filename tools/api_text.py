@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from inspect import Parameter, cleandoc
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import reshard
@@ -54,7 +57,8 @@ def live_text() -> str:
     for name in reshard.live.__all__:
         thing = getattr(reshard.live, name)
         shape = "" if isinstance(thing, type) else f"\n```\nreshard.live.{name}{_plain(thing)}\n```\n"
-        parts.append(f"### reshard.live.{name}\n{shape}\n{_text(thing)}\n")
+        lines = "\n".join(["", *_field_lines(thing), ""]) if is_dataclass(thing) and isinstance(thing, type) else ""
+        parts.append(f"### reshard.live.{name}\n{shape}\n{_text(thing)}\n{lines}")
     return "\n".join(parts)
 
 
@@ -165,8 +169,29 @@ def _line(argument: Argument) -> str:
 
 
 def _result_class(kind: type) -> str:
-    listed = ", ".join(f"`{name}: {of}`" for name, of in _attributes(kind))
-    return f"### {kind.__name__}\n\n{_text(kind)}\n\n{listed}\n"
+    """A class: its attributes that have a docstring, a line each, then the others."""
+    said = _field_texts(kind)
+    others = ", ".join(f"`{name}: {of}`" for name, of in _attributes(kind) if name not in said)
+    parts = [f"### {kind.__name__}", _text(kind), "\n".join(_field_lines(kind)), others]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _field_lines(kind: type) -> list[str]:
+    """A line for each field that has a docstring."""
+    said = _field_texts(kind)
+    return [f"- `{name}: {of}`: {said[name]}" for name, of in _attributes(kind) if name in said]
+
+
+def _field_texts(kind: type) -> dict[str, str]:
+    """The docstrings of a class's fields, those of its bases too, as Markdown."""
+    found: dict[str, str] = {}
+    for each in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for before, node in pairwise(tree.body):
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(node, ast.Expr):
+                found[before.target.id] = _marked(" ".join(ast.literal_eval(node.value).split()))
+    return found
 
 
 def _attributes(kind: type) -> Iterator[tuple[str, str]]:
@@ -177,7 +202,7 @@ def _attributes(kind: type) -> Iterator[tuple[str, str]]:
         getter = (
             value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
         )
-        if getter is not None and not name.startswith("_"):
+        if getter is not None and not name.startswith("_") and name != "headline":  # of every result: its repr
             yield name, str(getter.__annotations__.get("return", ""))
 
 

@@ -212,7 +212,7 @@ def _dot(x: float, y: float) -> Html:
 
 def pictures() -> dict[str, str]:
     """All of them, by the names of their files."""
-    page = (DOCS / "explanation" / "verification.md").read_text(encoding="utf-8")
+    page = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     return {"four-things.svg": four_things(), "packed.svg": packed(), "noise.svg": noise(rows_of(page))}
 
 

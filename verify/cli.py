@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     },
     options=(
         Option("--exact-only", group=Group.WHAT, is_flag=True, help="Compare the bytes alone: no torch, no GPU."),
-        changed("adapter", help="ORIGINAL is this model with a LoRA adapter."),
+        changed("adapter", help="Compare with ORIGINAL plus this LoRA adapter."),
         Option("--backward", group=Group.WHAT, is_flag=True, help="Compare the gradient of every weight too."),
         Option("--engine", group=Group.WHAT, type=click.Choice(["vllm"]),
                help="Also run SHARDS in the engine they are for."),

@@ -231,7 +231,7 @@ class VerifyRequest(Access, RunSettings):
     ``engine``: ``vllm``: it runs the shards as well.
     ``engine_python``: the Python interpreter that the engine is installed for.
     ``loader``: the Python interpreter of the program that loads the shards' format: its own loader is asked.
-    ``progress``: True shows a bar. A function is called with the bytes compared so far, and the total.
+    ``progress``: True for a bar, or a function of the bytes compared so far and the total.
     """
 
     original: Place = field(repr=False)  # a URL may have a password

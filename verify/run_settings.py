@@ -20,7 +20,7 @@ class RunSettings:
     ``compute_dtype``: ``float32``, ``bfloat16`` or ``float16``; by default the checkpoint's own.
     ``batch``: the number of sequences.
     ``seq``: the number of tokens in each, which are random.
-    ``seed``: that of the random tokens.
+    ``seed``: the seed of the random tokens.
     ``prompt``: a text to run on, in place of random tokens.
     ``backward``: gradients are compared too.
     ``streamed``: one block runs at a time.

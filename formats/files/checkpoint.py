@@ -92,27 +92,28 @@ _SERIES = re.compile(r"(?P<name>[^/.][^/]*)-(?P<number>\d{1,6})-of-(?P<count>\d{
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it lies on disk.
-
-    ``config`` is the content of ``config.json``, with ModelOpt's settings (see ``read_model_config``).
-    ``tensors`` are in source order: file by file as sorted by name, by offset within a file. ``aliases`` maps the name
-    of a tensor that shares its bytes with another (tied, ``.bin`` only) to the name under which these are kept.
-    ``records`` say what the weight files are, without what the index leaves out; they are empty if one is ``.bin``.
-    ``index`` is the content of ``index_name``, the ``*.index.json`` of the weights, if there are several: where it is
-    missing or does not fit the files, the right one. ``note`` says so, and what the index leaves out. With ``renamed``,
-    the names are not those in the files.
-    """
+    """A checkpoint as it lies on disk."""
 
     path: FilePath
     config: dict[str, Any]
+    """The content of ``config.json``, with ModelOpt's settings (see ``read_model_config``)."""
     tensors: dict[str, TensorInfo]
+    """The tensors in source order: file by file as sorted by name, by offset within a file."""
     aliases: dict[str, str]
+    """The name of each tensor that shares its bytes with another (tied, ``.bin`` only), with the name under which these
+    are kept.
+    """
     files: tuple[FilePath, ...]
     records: tuple[SourceFileRecord, ...]
+    """The weight files, without what the index leaves out; empty if one is ``.bin``."""
     index: bytes | None = None
+    """The content of the index; where it is missing or does not fit the files, the right one."""
     index_name: str | None = None
+    """The ``*.index.json`` of the weights, if there are several."""
     note: str | None = None
+    """A sentence on an index that was put right, and on what it leaves out."""
     renamed: bool = False
+    """Whether the names are not those in the files."""
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:

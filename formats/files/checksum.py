@@ -152,21 +152,22 @@ _NUMBER = {"read": whole(-LARGEST, 2**64)}
 
 @dataclass(frozen=True)
 class Stamp:
-    """The state of a file: ``size`` in bytes, when its content last changed (``mtime``) and when that or its inode did
-    (``ctime``), both in ns, and its inode number on ``host``.
-
-    ``content`` names the content itself, where that is known (the Hub's etag, a recorded checksum). For a file that is
-    computed, ``made_of`` names the inodes of those that it is made of, on ``host``.
-    """
+    """The state of a file."""
 
     name: str
     size: int
+    """Bytes."""
     mtime_ns: int = field(metadata=_NUMBER)
+    """The time when its content last changed."""
     ctime_ns: int = field(metadata=_NUMBER)
+    """The time when its content or inode last changed."""
     inode: int = field(metadata=_NUMBER)
+    """The number on ``host``."""
     host: str
     content: str | None = None
+    """A name of the content itself, where it is known: the Hub's etag, a recorded checksum."""
     made_of: str | None = None
+    """The inodes, on ``host``, of the files that a computed file is made of."""
 
     def is_same(self, other: Stamp) -> bool:
         """Whether two files have equal content, as far as stamps can tell: by the content's name, or else by size, time

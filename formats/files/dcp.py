@@ -79,21 +79,20 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True)
 class Distributed:
-    """A distributed checkpoint as it lies on disk.
-
-    ``keys`` has, for each name, the keys by which the saved dictionaries led to it. ``files`` has the sizes in bytes of
-    all files that are referred to. ``objects`` are what is no tensor: where it lies, or plain data.
-    ``what`` says, in a few words, which program left it in another form than torch's. ``extras`` are settings that it
-    has besides: those with the model, and those with its optimizer.
-    """
+    """A distributed checkpoint as it lies on disk."""
 
     path: FilePath
     tensors: Mapping[str, Sharded]
     objects: Mapping[str, object]
+    """The saved objects that are no tensors: where each lies, or plain data."""
     keys: Mapping[str, tuple[str | int, ...]]
+    """For each name, the keys by which the saved dictionaries led to it."""
     files: Mapping[FilePath, int]
+    """The bytes of all files that are referred to."""
     what: str | None = None
+    """A few words on the program that left it in another form than torch's."""
     extras: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Further settings: those with the model, and those with its optimizer."""
 
     def object(self, name: str) -> object:
         """Return the saved object of this name, which is no tensor, as data. Raises CheckpointError if it names other

@@ -120,22 +120,22 @@ WRITERS[bytes] = lambda content: base64.b64encode(content).decode()
 
 @dataclass(frozen=True)
 class Delta:
-    """The change from a base to a result, read from a folder.
-
-    ``contents`` names the files with the changed bytes. ``files`` and ``documents`` are the result's, as a merge writes
-    them. ``sides`` are its other small files; None stands for the base's content. ``names`` is ``modules`` if the
-    result has the names of transformers' modules, and None if it has the published ones.
-    """
+    """The change from a base to a result, read from a folder."""
 
     path: FilePath = field(metadata={"key": None})
     contents: tuple[str, ...] = field(metadata={"key": None})
+    """The files with the changed bytes."""
     changes: Mapping[str, Change] = field(metadata={"key": "tensors", "read": mapping(record(_change))})
     files: tuple[SourceFileRecord, ...] = field(
         metadata={"read": items(record(_file)), "write": lambda files: [*map(_header, files)]}
     )
+    """The result's files, as a merge writes them."""
     documents: Mapping[str, bytes] = field(metadata={"read": _by_name(_unpacked)})
+    """The result's documents, as a merge writes them."""
     sides: Mapping[str, bytes | None] = field(metadata={"read": _by_name(optional(_unpacked))})
+    """The result's other small files; None stands for the base's content."""
     names: str | None = None
+    """``modules`` if the result has the names of transformers' modules, None if it has the published ones."""
 
 
 def smallest(dtype: str, elements: int, changed: int) -> str:

@@ -44,15 +44,15 @@ _NAMES = SHARDS.with_classes(*BESIDE)
 
 
 class RankChunks(NamedTuple):
-    """The chunks that one rank has of a tensor.
-
-    ``place`` is the rank's coordinate in the ``mesh``; None for a plain tensor. ``copy`` holds pairs (dimension of the
-    mesh, the rank's coordinate there) for the dimensions along which all ranks have the same chunks.
-    """
+    """The chunks that one rank has of a tensor."""
 
     tensor: Sharded
     place: tuple[int, ...] | None = None
+    """The rank's coordinate in the mesh; None for a plain tensor."""
     copy: frozenset[tuple[int, int]] = frozenset()
+    """A dimension of the mesh and the rank's coordinate there, for each dimension along which all ranks have the same
+    chunks.
+    """
     mesh: str = ""
 
 

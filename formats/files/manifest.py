@@ -69,20 +69,19 @@ class Index:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """The source of the shards. ``id`` is the fingerprint of its weights; ``files`` is empty for a ``.bin`` source.
-
-    ``aliases`` maps the second name of a tied tensor to its first; the files have both names of those in ``twice``.
-    ``names`` is ``modules`` if the files have the names of transformers' modules, and None if they have the published
-    ones.
-    """
+    """The source of the shards."""
 
     id: str
+    """The fingerprint of its weights."""
     location: str
     commit: str | None
     aliases: Mapping[str, str]
+    """The first name of each tied tensor, by its second."""
     index: Index | None
     files: tuple[SourceFileRecord, ...]
+    """Empty for a ``.bin`` source."""
     names: str | None = None
+    """``modules`` if the files have the names of transformers' modules, None if they have the published ones."""
 
     @property
     def is_wrapped(self) -> bool:
@@ -130,17 +129,19 @@ class Identity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``reshard.json``. ``architecture`` is the document of the plan; ``ranks`` has the files of each
-    rank that is complete; ``side_files`` lie in the root; ``inputs`` are the weight files that were read, as they were.
-    """
+    """The content of ``reshard.json``."""
 
     identity: Identity
     source: SourceRecord
     architecture: Mapping[str, Any]
+    """The document of the plan."""
     max_shard_size: int = field(metadata={"read": whole(1)})
     side_files: tuple[FileRecord, ...]
+    """The files in the root."""
     ranks: Mapping[int, tuple[FileRecord, ...]]
+    """The files of each rank that is complete."""
     inputs: tuple[Stamp, ...]
+    """The weight files that were read, as they were."""
     format: str | None = field(default=None, metadata={"key": "layout"})
     """The name of another program's format (see ``formats.notation.format_file``); None is reshard's own."""
 

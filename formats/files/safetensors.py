@@ -59,16 +59,15 @@ _FOREIGN = "the program that wrote this file did not follow the safetensors form
 
 
 class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclass takes four times as long
-    """A tensor in a file: ``nbytes`` bytes from byte ``offset`` of ``file`` (counted from the file's start).
-
-    ``dtype`` is a key of ``DTYPE_BITS``; the data is contiguous, row-major and little-endian.
-    """
+    """A tensor in a file; the data is contiguous, row-major and little-endian."""
 
     name: str
     dtype: str
+    """A key of ``DTYPE_BITS``."""
     shape: tuple[int, ...]
     file: FilePath
     offset: int
+    """The first byte, counted from the file's start."""
     nbytes: int
 
 

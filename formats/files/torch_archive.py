@@ -115,18 +115,17 @@ fields).
 
 @dataclass(frozen=True)
 class TorchArchive:
-    """An archive that torch.save wrote: a whole file, or a range of one, from byte ``begin`` on.
-
-    ``where`` is what messages about the archive begin with. ``entries`` are without the name of the folder that torch
-    puts them in.
-    """
+    """An archive that torch.save wrote: a whole file, or a range of one."""
 
     path: FilePath
     where: str
+    """The beginning of messages about the archive."""
     file: IO[bytes]
     begin: int
+    """The first byte in the file."""
     size: int
     entries: dict[str, ZipInfo]
+    """The entries, without the name of the folder that torch puts them in."""
 
     def record(self, name: str) -> bytes:
         """The content of an entry; nothing if there is none."""

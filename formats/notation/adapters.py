@@ -152,33 +152,37 @@ def _is_grouped(value: object, where: str) -> bool:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings in ``adapter_config.json``: ``ranks`` by patterns of names, ``rank`` for all other names.
-
-    ``alphas`` and ``alpha`` likewise; ``stabilised``: alpha is divided by the root of the rank. ``targets`` are
-    parameters; ``modules`` are ends of names or a pattern of whole names, None if nothing names them, ``excluded``
-    likewise; ``layers`` are the only layers that change. ``grouped``: in the B of a stack, the columns of an expert lie
-    together.
-    """
+    """The settings in ``adapter_config.json``."""
 
     rank: int = field(metadata={"key": "r", "read": _RANK})
+    """The rank for names that no pattern has."""
     ranks: Mapping[str, int] = field(default_factory=dict, metadata={"key": "rank_pattern", "read": _patterns(_RANK)})
+    """Ranks by patterns of names."""
     targets: tuple[str, ...] = field(default=(), metadata={"key": "target_parameters", "read": items(text)})
+    """Parameters that are adapted."""
     version: tuple[int, ...] | None = field(
         default=None, metadata={"key": "peft_version", "read": lambda value, where: version_of(str(value))}
     )
     grouped: bool = field(default=False, metadata={"key": "lora_B_layout", "read": _is_grouped})
+    """Whether, in the B of a stack, the columns of an expert lie together."""
     alpha: float | None = field(default=None, metadata={"key": "lora_alpha"})
+    """The alpha for names that no pattern has."""
     alphas: Mapping[str, float] = field(
         default_factory=dict, metadata={"key": "alpha_pattern", "read": _patterns(number)}
     )
+    """Alphas by patterns of names."""
     stabilised: bool = field(default=False, metadata={"key": "use_rslora"})
+    """Whether alpha is divided by the root of the rank."""
     modules: tuple[str, ...] | re.Pattern[str] | None = field(
         default=None, metadata={"key": "target_modules", "read": _names}
     )
+    """Ends of names, or a pattern of whole names; None if nothing names modules."""
     excluded: tuple[str, ...] | re.Pattern[str] | None = field(
         default=None, metadata={"key": "exclude_modules", "read": _names}
     )
+    """The same, of modules that are left out."""
     layers: tuple[int, ...] = field(default=(), metadata={"key": "layers_to_transform"})
+    """The only layers that change; empty: all."""
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Return the rank for a name, by the first pattern that fits; several, if an earlier one may hold for some
@@ -261,15 +265,14 @@ class FactorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A parameter that PEFT may have wrapped. The names of the tensors that belong to it begin with ``place``.
-
-    ``tensors`` are the ways in which a checkpoint may have it: with each expert by name or not. ``forms``: it is a
-    stack of matrices, and its A and B have one of these.
-    """
+    """A parameter that PEFT may have wrapped."""
 
     tensors: tuple[ModuleTensor, ...]
+    """The ways in which a checkpoint may have it: with each expert by name or not."""
     place: str
+    """The beginning of the names of its tensors."""
     forms: tuple[FactorLayout, ...] = ()
+    """The forms of A and B, if it is a stack of matrices."""
 
     @property
     def is_stack(self) -> bool:

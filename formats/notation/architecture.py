@@ -50,33 +50,32 @@ def one_or_all(values: Sequence[object]) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """The shape of a tensor, where ``when`` holds (always, if it is None).
-
-    Several ``shapes`` are layouts that occur on disk, of which one must fit the tensor's. Where ``optional`` holds, a
-    complete checkpoint may lack the tensor although other tensors demand it (see ``reshard.source.completeness``).
-    """
+    """The shape of a tensor."""
 
     shapes: tuple[Shape, ...] = field(metadata={"key": "shape", "write": one_or_all})
+    """The layouts that occur on disk: one must fit the tensor's shape."""
     when: Expression | None = None
+    """True of the tensors that have it; None: always."""
     optional: Expression | None = None
+    """True where a complete checkpoint may lack the tensor although other tensors demand it (see
+    ``reshard.source.completeness``).
+    """
 
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Changes of a rank's module of transformers that the rank's own config.json cannot say, for models where ``when``
-    holds.
-
-    ``attributes`` are set to the rank's own numbers. ``split`` gives the shapes of arguments, buffers and lists of
-    modules that hold all ranks' parts: the rank takes its own. A module that is ``alone`` needs nothing from other
-    ranks (a norm of each head). ``sums`` is the row-parallel weight after which the ranks' parts are summed, if that is
-    not at the module's end.
-    """
+    """Changes of a rank's module of transformers that the rank's own config.json cannot say."""
 
     when: Expression | None = None
+    """True of the models that need them."""
     alone: bool = False
+    """Whether the module needs nothing from other ranks (a norm of each head)."""
     sums: str | None = None
+    """The row-parallel weight after which the ranks' parts are summed, if that is not at the module's end."""
     split: Mapping[str, Shape] = field(default_factory=dict)
+    """The shapes of arguments, buffers and lists of modules that hold all ranks' parts: the rank takes its own."""
     attributes: Mapping[str, Expression] = field(default_factory=dict, metadata={"others": True})
+    """Attributes that are set to the rank's own numbers."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +139,7 @@ def _lines(tensors: Mapping[str, tuple[Rule, ...]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules of one family of models. Fields as in the file; see docs/reference/architecture-files.md.
-
-    ``float32`` has parts of the names of tensors that are not cast to a dtype of 16 bits, and where that holds.
-
-    ``partial``: a user's plan that is for a part of a checkpoint, on purpose. ``inherited`` are the lines of
-    ``tensors`` that come from a base, not from the user's file. ``derived`` are those that follow from another line
-    (see ``components.unfused``). ``stages`` gives the pipeline stage of a tensor: ``first``, ``last``, ``every`` (each
-    stage would need it), or the number of its layer.
-    """
+    """The rules of one family of models. Fields as in the file; see docs/reference/architecture-files.md."""
 
     name: str
     families: Mapping[str, tuple[tuple[str, ...], ...]] = field(metadata={"key": "parallel"})
@@ -162,11 +153,18 @@ class Architecture:
         default_factory=dict, metadata={"read": _by_template("module", tuple[ModuleRule, ...])}
     )
     stages: Mapping[str, Expression] = field(default_factory=dict, metadata={"read": _by_template("stage", Expression)})
+    """The pipeline stage of a tensor: ``first``, ``last``, ``every`` (each stage would need it), or the number of its
+    layer.
+    """
     float32: Mapping[str, Expression] = field(default_factory=dict)
+    """Parts of names of tensors that are not cast to a dtype of 16 bits, and where that holds."""
     partial: bool = False
+    """Whether a user's plan is for a part of a checkpoint, on purpose."""
     sections: tuple[str, ...] = field(default=(), metadata={"key": "section", "write": one_or_all})
     inherited: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
+    """The lines of ``tensors`` that come from a base, not from the user's file."""
     derived: frozenset[str] = field(compare=False, default=frozenset(), metadata={"key": None})
+    """The lines that follow from another line (see ``components.unfused``)."""
 
     @cached_property
     def tries(self) -> Mapping[str, _Node]:

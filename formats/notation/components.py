@@ -22,22 +22,24 @@ from reshard.formats.notation.axes import Dim, Factor, Shape, Summand, parse
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a stored tensor, or all of it (``label`` is None).
-
-    ``factors`` are those of its own shape, slowest first. ``counts`` has the number of factors of each dimension of the
-    stored tensor. Its components lie one after the other along the dimension ``dim``, behind the first ``lead`` factors
-    of that dimension. ``arrow`` is that of the stored shape. ``pair`` is the position of the first of the two factors
-    that ``in_two`` makes. Of a component at one ``index``, the first dimension has this axis and is left out.
-    """
+    """A part of a stored tensor, or all of it. A tensor's components lie one after the other."""
 
     label: str | None
+    """None for all of the tensor."""
     factors: tuple[Dim, ...]
+    """The factors of its own shape, slowest first."""
     counts: tuple[int, ...]
+    """The number of factors of each dimension of the stored tensor."""
     dim: int = 0
+    """The dimension along which the components lie."""
     lead: int = 0
+    """The first factors of that dimension, behind which they lie."""
     arrow: int | None = None
+    """The arrow of the stored shape."""
     pair: int | None = None
+    """The position of the first of the two factors that ``in_two`` makes."""
     index: str | None = None
+    """The axis of the first dimension, which is left out: this is the component at one index of it."""
 
     @property
     def shape(self) -> Shape:

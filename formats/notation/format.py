@@ -100,15 +100,16 @@ def numbered_names(pattern: str, names: Iterable[str]) -> list[tuple[str, dict[s
 
 @dataclass(frozen=True)
 class CutRule:
-    """The cut of a tensor over ``tp``, in place of the one by the model's rules.
-
-    Along an ``axis``, or along a dimension ``dim``; with neither, the tensor is replicated. A dimension is divided into
-    equal ranges, or each of its equal ``parts`` is.
+    """The cut of a tensor over ``tp``, in place of the one by the model's rules. With neither axis nor dimension, the
+    tensor is replicated.
     """
 
     axis: str | None = None
+    """The axis that is cut."""
     dim: int | None = None
+    """The dimension that is cut."""
     parts: int = field(default=1, metadata={"read": whole(1)})
+    """The equal parts of the dimension, each of which is divided into equal ranges."""
 
 
 def _cut(value: object, where: str) -> CutRule:
@@ -133,47 +134,47 @@ READERS |= {Pattern: lambda value, where: Pattern(text(value, where)), CutRule: 
 
 @dataclass(frozen=True)
 class Line:
-    """A tensor of the program, and the tensors that it is made of.
-
-    The line holds where ``when`` is true of the model, no tensor matches ``without``, and some tensor matches
-    ``beside``, with the same indices. ``types`` are the classes and model types for which it holds, as ``config.json``
-    has them at its top; None: all.
-
-    ``output_first`` stores what Hugging Face stores input first (``->``) as output, input. ``pairs`` has, for each
-    source or one for all, the axis whose two halves are stored as pairs (``""``: none); ``halves`` the axis whose pairs
-    are stored as halves. ``by`` is the axis within which the sources are joined: each of its indices has its part of
-    every source. Such a tensor is divided over ``tp`` in equal ranges, wherever these end. ``dim`` is the dimension
-    along which they are joined, if it is not their output (matrices in a stack). ``ones`` are the positions of
-    dimensions of length 1 in the stored tensor; None: they are where Hugging Face's tensor has them. With ``share``, a
-    number and a count, a stack has this one of so many equal ranges of its index. The number in the target's name is by
-    ``shift`` above that of the sources.
-
-    ``on`` says which ranks have what the model's rules do not divide: ``first rank`` (the others hold zeros in its
-    place), or its other names on the stages ``first`` and ``last`` of a pipeline.
-
-    ``dtype`` is a wider dtype, without loss. ``function`` is a computation that the program stores the result of. With
-    ``also``, the tensor is stored once more under the line's name, if no tensor has it (two names of one tensor).
-    """
+    """A tensor of the program, and the tensors that it is made of."""
 
     target: Pattern = field(metadata={"key": None})
     sources: tuple[Pattern, ...] = field(metadata={"key": "from"})
     when: Expression | None = None
+    """True of the models for which the line holds."""
     without: Pattern | None = None
+    """A tensor that must be absent."""
     beside: Pattern | None = None
+    """A tensor that must be there, with the same indices."""
     output_first: bool = False
+    """Whether Hugging Face's input first (``->``) is stored as output, input."""
     pairs: tuple[str, ...] = ()
+    """The axis whose two halves are stored as pairs, for each source or one for all (``""``: none)."""
     halves: tuple[str, ...] = ()
+    """The axis whose pairs are stored as halves."""
     by: str | None = None
+    """The axis within which the sources are joined: each index has its part of every source. Such a tensor is divided
+    over ``tp`` in equal ranges, wherever these end.
+    """
     dim: int | None = None
+    """The dimension along which sources are joined, if not their output (matrices in a stack)."""
     ones: tuple[int, ...] | None = None
+    """The positions of dimensions of length 1 in the stored tensor; None: where Hugging Face's has them."""
     share: tuple[int, ...] = ()
+    """A number and a count: a stack has this one of so many equal ranges of its index."""
     shift: int = 0
+    """The difference of the number in the target's name from that of the sources."""
     cut: CutRule | None = None
     on: str | Mapping[str, str] | None = None
+    """The ranks that have what the model's rules do not divide: ``first rank`` (the others hold zeros), or its other
+    names on the stages ``first`` and ``last`` of a pipeline.
+    """
     dtype: str | None = None
+    """A wider dtype, without loss."""
     function: str | None = None
+    """The computation whose result the program stores."""
     also: bool = False
+    """Whether the tensor is stored once more under the line's name, if no tensor has it (two names of one tensor)."""
     types: frozenset[str] | None = field(default=None, metadata={"key": None})
+    """The classes and model types for which it holds, as ``config.json`` has them at its top; None: all."""
 
     def __post_init__(self) -> None:
         """Raise NotationError if the entries do not fit together."""
@@ -215,20 +216,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Constant:
-    """Constant tensors that a program adds: ``names`` beside each of its tensors that one of ``beside`` matches.
-
-    The dtype ``model`` is the one that ``config.json`` gives. With ``axes``, the shape is that of these axes. ``types``
-    are as in a line.
-    """
+    """Constant tensors that a program adds."""
 
     beside: tuple[Pattern, ...]
+    """The tensors of the program beside which they are."""
     names: tuple[Pattern, ...]
+    """Their names, beside each of these."""
     dtype: str
+    """A dtype, or ``model``: the one that ``config.json`` gives."""
     value: float
     shape: tuple[int, ...] = ()
     axes: tuple[str, ...] = ()
+    """The axes whose sizes are the shape."""
     when: Expression | None = None
     types: frozenset[str] | None = None
+    """The classes and model types for which they hold; None: all."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +277,12 @@ class Renaming:
 
 @dataclass(frozen=True, kw_only=True)
 class LaterLayers(Renaming):
-    """Tensors whose index is at least ``beyond`` (MTP): the new name has an index of its own, from 0.
-
-    ``one_stage`` says why a program cannot have them on several pipeline stages; None: it can.
-    """
+    """Tensors of layers after the last (MTP): the new name has an index of its own, from 0."""
 
     beyond: Expression
+    """The smallest index of such a tensor."""
     one_stage: str | None = None
+    """The reason why a program cannot have them on several pipeline stages; None: it can."""
 
     @property
     def new_index(self) -> str:
@@ -292,16 +293,15 @@ class LaterLayers(Renaming):
 
 @dataclass(frozen=True)
 class ProgramConfig:
-    """A program's own config file, ``file``, and how it is made from ``config.json`` and back.
-
-    ``write`` has an expression for each of its entries, over the settings of ``config.json`` and the sizes of axes;
-    ``read`` one for each entry of ``config.json``, over its own. ``a.b`` is the entry ``b`` of an object ``a``. What is
-    None is left out.
+    """A program's own config file, and how it is made from ``config.json`` and back. ``a.b`` is the entry ``b`` of an
+    object ``a``; None is left out.
     """
 
     file: str
     write: Mapping[str, Expression]
+    """An expression for each of its entries, over the settings of ``config.json`` and the sizes of axes."""
     read: Mapping[str, Expression]
+    """An expression for each entry of ``config.json``, over the entries of this file."""
 
 
 def _named(kind: Callable[..., T], plain: str) -> Reader[tuple[T, ...]]:
@@ -365,26 +365,28 @@ class Use:
 
 @dataclass(frozen=True)
 class Files:
-    """The names of a rank's weight files.
-
-    ``name`` is the usual name, ``pp`` that with several pipeline stages, ``ep`` that with several ranks of experts,
-    ``pp_ep`` that with both. If ``name`` cannot number several files, a rank that needs several has files named as in
-    ``parts``, and an ``index``. All lie in ``folder``, which the file ``tracker`` names.
-
-    If each ``{tensor}`` has a file of its own, ``weights`` is the ``{kind}`` of the model's; a state that is one of
-    ``masters`` takes its place. States of the optimizer have their own kinds.
-    """
+    """The names of a rank's weight files."""
 
     name: str
+    """The usual name."""
     pp: str | None = None
+    """The name with several pipeline stages."""
     ep: str | None = None
+    """The name with several ranks of experts."""
     pp_ep: str | None = None
+    """The name with both."""
     parts: str | None = None
+    """The names of a rank's files if there are several and ``name`` cannot number them."""
     index: str | None = None
+    """The index of such files."""
     folder: str | None = None
+    """The folder in which all lie."""
     tracker: str | None = None
+    """The file that names the folder."""
     weights: str = ""
+    """The ``{kind}`` of the model's own, if each ``{tensor}`` has a file; states of the optimizer have other kinds."""
     masters: tuple[str, ...] = ()
+    """The kinds of states that take the place of a weight."""
 
     def is_named(self, name: str) -> bool:
         """Whether a file's name is that of a weight file."""
@@ -436,20 +438,20 @@ READERS[Files] = lambda value, where: reader_of(Files)({"name": value} if isinst
 
 @dataclass(frozen=True)
 class ContainerSettings:
-    """The contents of files beside tensors.
-
-    With ``chunks``, each file says where its chunks begin (see ``formats.files.chunks``). ``inside`` is the entry of a
-    file that has the tensors, ``entries`` are the other entries. ``documents`` are further files with their contents:
-    JSON, or pickles as torch.save writes them if the name ends with ``.pt``. ``extra_state`` are weights whose modules
-    expect an ``_extra_state``: an empty one is written. ``ignored`` are unneeded tensors in older files.
-    """
+    """The contents of files beside tensors."""
 
     chunks: bool = False
+    """Whether each file says where its chunks begin (see ``formats.files.chunks``)."""
     inside: str | None = None
+    """The entry of a file that has the tensors."""
     entries: Mapping[str, int | float] = field(default_factory=dict)
+    """The other entries."""
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further files: JSON, or pickles as torch.save writes them if the name ends with ``.pt``."""
     extra_state: tuple[Pattern, ...] = ()
+    """The weights whose modules expect an ``_extra_state``: an empty one is written."""
     ignored: tuple[Pattern, ...] = ()
+    """Unneeded tensors in older files."""
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of this name is ignored."""
@@ -458,14 +460,12 @@ class ContainerSettings:
 
 @dataclass(frozen=True)
 class Padding:
-    """The padded size of the vocabulary.
-
-    It becomes a multiple of the degree and of ``to``: an expression over ``size`` and ``tp``, 0 if there is no padding
-    at all. With ``free``, a folder that the program itself wrote may be padded to any size, with any values.
-    """
+    """The padded size of the vocabulary, a multiple of the degree."""
 
     to: Expression | None = field(default=None, metadata={"key": "pad_vocabulary_to"})
+    """A further divisor, as an expression over ``size`` and ``tp``; 0: there is no padding at all."""
     free: bool = field(default=False, metadata={"key": "free_padding"})
+    """Whether a folder that the program itself wrote may be padded to any size, with any values."""
 
     def __post_init__(self) -> None:
         """Raise NotationError for an expression over anything else."""
@@ -481,20 +481,21 @@ class Padding:
 
 @dataclass(frozen=True)
 class Loading:
-    """Who loads the format.
-
-    ``command`` loads a folder ``{out}``, with the degrees that it was written for: ``{ranks}`` of a stage, ``{tp}``,
-    ``{pp}``, ``{ep}`` and ``{etp}`` (the tp degree of experts). ``pp`` is added to it if there are several pipeline
-    stages, ``ep`` if there are several ranks of experts. ``engine`` is what ``reshard verify`` runs
-    (``--engine``) and whose loader it asks (``--loader``), ``engine_format`` what the engine calls the format.
-    """
+    """The program that loads the format."""
 
     program: str = field(metadata={"key": "loaded_by"})
     command: str = field(metadata={"key": "load"})
+    """Loads a folder ``{out}``, with the degrees that it was written for: ``{ranks}`` of a stage, ``{tp}``, ``{pp}``,
+    ``{ep}`` and ``{etp}`` (the tp degree of experts).
+    """
     pp: str = field(default="", metadata={"key": "load_pp"})
+    """The command's end if there are several pipeline stages."""
     ep: str = field(default="", metadata={"key": "load_ep"})
+    """The command's end if there are several ranks of experts."""
     engine: str | None = None
+    """The engine that ``reshard verify`` runs (``--engine``), and whose loader it asks (``--loader``)."""
     engine_format: str | None = None
+    """The engine's name of the format."""
 
     def command_of(self, out: object, mesh: Mesh) -> str:
         """The command that loads a folder of this format, with the degrees of its mesh."""
@@ -507,37 +508,39 @@ class Loading:
 
 @dataclass(frozen=True)
 class Types:
-    """The model types that the format is known for.
-
-    ``only`` are those for which it is known to be right; if it is empty, any model whose tensors the lines cover is
-    written. The rest comes from a table that a tool writes. ``classes`` are types that are identified by their class.
-    ``refused`` has types that cannot be written, and why; ``beyond`` those whose modules have more than checkpoints,
-    as buffers or under a second name, so that no files are written for them. ``lacking`` are classes that the program
-    does not have; with ``of_tokens`` it has only those with a head for tokens. ``compared`` has, if known, the types
-    whose tensors were compared, and the classes that run in the same modules of the program. A type in ``meshes`` uses
-    only rules of its own. ``meshes`` has for it the largest degree of each dimension of a mesh that was compared (None:
-    any degree), and ``seen`` the names of all tensors that were compared. ``published`` are lines for the names in
-    published checkpoints, where they are not those of the architecture's lines, ``unsaved`` the tensors that classes
-    compute and do not save. ``made_with`` has the programs'
-    versions.
-    """
+    """The model types that the format is known for. Most come from a table that a tool writes."""
 
     only: tuple[str, ...] = field(default=(), metadata={"key": None})
+    """The types for which it is known to be right; if empty, any model whose tensors the lines cover is written."""
     classes: frozenset[str] = frozenset()
+    """Types that are identified by their class."""
     refused: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
+    """Types that cannot be written, and why."""
     beyond: Mapping[str, str] = field(default_factory=dict, metadata={"read": _of_each("why", text)})
+    """Types whose modules have more than checkpoints, as buffers or under a second name: no files are written for them.
+    """
     lacking: frozenset[str] = frozenset()
+    """Classes that the program does not have."""
     of_tokens: bool = field(default=False, metadata={"key": None})
+    """Whether the program has only classes with a head for tokens."""
     compared: frozenset[str] = frozenset()
+    """The types whose tensors were compared, and the classes that run in the same modules of the program."""
     meshes: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """For each type that uses only rules of its own, the largest degree of each dimension of a mesh that was compared
+    (None: any degree).
+    """
     seen: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", _whole_names)}
     )
+    """For each such type, the names of all tensors that were compared."""
     published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
+    """Lines for the names in published checkpoints, where these are not those of the architecture's lines."""
     unsaved: Mapping[str, frozenset[str]] = field(
         default_factory=dict, metadata={"read": _of_each("tensors", reader_for(frozenset[str]))}
     )
+    """The tensors that classes compute and do not save."""
     made_with: Mapping[str, str] = field(default_factory=dict)
+    """The programs' versions."""
 
     def name_of(self, config: Mapping[str, Any]) -> str:
         """Return the table's name for a model of this config: its class, if that is one of ``classes``, or else its
@@ -549,14 +552,7 @@ class Types:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """The rules by which a program stores tensors.
-
-    With ``keep``, a tensor that no line covers keeps its name. ``further`` renames tensors of layers after the model's
-    last (MTP); the first that covers a name is taken. A scalar that ``vectors`` matches is stored with shape ``[1]``.
-    ``numbered`` has the indices that each rank counts from 0. ``dtypes`` are wider dtypes, without loss, in which it
-    stores those of the model. If ``around_layers`` is true for a model, all stages of a pipeline have the tensors
-    before and behind the layers.
-    """
+    """The rules by which a program stores tensors."""
 
     lines: tuple[Line, ...] = field(default=(), metadata={"key": "tensors", "read": LINES})
     names: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
@@ -567,11 +563,17 @@ class Rules:
     )
     stacks: tuple[Renaming, ...] = field(default=(), metadata={"read": _named(Renaming, "to")})
     further: tuple[LaterLayers, ...] = field(default=(), metadata={"read": _named(LaterLayers, "to")})
+    """Renamings of tensors of layers after the model's last (MTP); the first that covers a name is taken."""
     vectors: tuple[Pattern, ...] = ()
+    """Scalars that are stored with shape ``[1]``."""
     numbered: tuple[str, ...] = ()
+    """Indices that each rank counts from 0."""
     keep: bool = False
+    """Whether a tensor that no line covers keeps its name."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Wider dtypes, without loss, in which the model's are stored."""
     around_layers: Expression | None = None
+    """True of models of which all pipeline stages have the tensors before and behind the layers."""
     _uses: dict[str, list[Use]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -628,13 +630,7 @@ def _demands(value: object, where: str) -> tuple[tuple[Expression, str], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A program's format.
-
-    ``demands`` are conditions on a model and a mesh, each with the message if it is false. ``settings`` describes the
-    program's own config file. With ``same_ranks``, the ranks of tp hold whole experts. A ``plain`` format stores the
-    tensors of the model or of a rank as Hugging Face does, under their own names; one of ``modules`` has the names of
-    transformers' own modules. ``spelling`` is ``modules`` where a format that takes any names is used with those.
-    """
+    """A program's format."""
 
     name: str = field(metadata={"key": None})
     loading: Loading = field(metadata={"flat": True})
@@ -644,11 +640,17 @@ class Format:
     padding: Padding = field(default=Padding(), metadata={"flat": True})
     types: Types = field(default=Types(), metadata={"key": None})
     demands: tuple[tuple[Expression, str], ...] = field(default=(), metadata={"read": _demands})
+    """Conditions on a model and a mesh, each with the message if it is false."""
     settings: ProgramConfig | None = field(default=None, metadata={"key": "config"})
+    """The program's own config file."""
     same_ranks: bool = False
+    """Whether the ranks of tp hold whole experts."""
     plain: bool = False
+    """Whether it stores the tensors of the model or of a rank as Hugging Face does, under their own names."""
     modules: bool = False
+    """Whether it has the names of transformers' own modules."""
     spelling: str | None = field(default=None, metadata={"key": None})
+    """``modules``, where a format that takes any names is used with those."""
     _of: dict[tuple[str, bool], Format] = field(init=False, repr=False, default_factory=dict)
 
     @property

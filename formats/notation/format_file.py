@@ -89,27 +89,29 @@ class ExpertFactor:
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """The form in which a program stores an adapter.
-
-    ``tried`` says what ran. ``second``: PEFT takes the second dimension of a matrix as the input, except in models of
-    the types ``flipped``. ``since`` is the first version of PEFT that does so. ``words`` stand in names for those of
-    weights. ``halves``: gate and up lie one after the other, also where the checkpoint interleaves them. ``one_scale``:
-    one rank and alpha for all. ``settings`` are entries of ``adapter_config.json``.
-    """
+    """The form in which a program stores an adapter."""
 
     name: str = field(metadata={"key": None})
     loaded_by: str
     load: str
     tried: str
+    """A sentence on what ran."""
     a: ExpertFactor | None = field(default=None, metadata={"key": "lora_A"})
     b: ExpertFactor | None = field(default=None, metadata={"key": "lora_B"})
     second: bool = field(default=False, metadata={"key": "input", "read": lambda value, where: value == "second"})
+    """Whether PEFT takes the second dimension of a matrix as the input."""
     flipped: frozenset[str] = frozenset()
+    """The model types in which it takes the first."""
     since: tuple[int, ...] | None = field(default=None, metadata={"read": lambda value, where: version_of(str(value))})
+    """The first version of PEFT that does so."""
     words: Mapping[str, str] = field(default_factory=dict)
+    """Words that stand in names for those of weights."""
     halves: bool = False
+    """Whether gate and up lie one after the other, also where the checkpoint interleaves them."""
     one_scale: bool = False
+    """Whether there is one rank and alpha for all."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of ``adapter_config.json``."""
 
     @property
     def factors(self) -> tuple[ExpertFactor, ExpertFactor] | None:

@@ -53,20 +53,20 @@ Shapes = tuple[tuple[Shape, Expression | None], ...]
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output.
-
-    ``stacked`` is the index of the sources' names that is its first dimension. With ``turned``, the sources have their
-    input first and it has its output first. ``halves`` is the axis whose pairs of rows it has as halves. A rule of it
-    has one shape for each of the sources'. The number in its name is by ``shift`` above that of the source.
-    """
+    """A tensor of a module, and the checkpoint's tensors that it is made of, joined along their output."""
 
     name: str
     parts: tuple[SourcePart, ...]
     shapes: Shapes
+    """A rule of it has one shape for each of the sources'."""
     stacked: str | None = None
+    """The index of the sources' names that is its first dimension."""
     turned: bool = False
+    """Whether the sources have their input first, and it has its output first."""
     halves: str = ""
+    """The axis whose pairs of rows it has as halves."""
     shift: int = 0
+    """The difference of the number in its name from that of the source."""
 
     @property
     def is_whole(self) -> bool:

@@ -53,18 +53,20 @@ def is_of_activations(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Companion:
-    """A tensor that belongs to a weight: the weight's name, and the shapes it may have in terms of the weight's.
-
-    With ``of_attention`` it belongs to an attention, of which ``weight`` is the module or one within; its shapes are in
-    terms of the weight that takes the heads in (see ``takes_heads``). With ``states_shape`` it says which shape the
-    weight has (see ``stated_shapes``). ``advice`` is what to do where a cut would fall into a block of it.
-    """
+    """A tensor that belongs to a weight."""
 
     weight: str
+    """The weight's name."""
     patterns: tuple[str, ...]
+    """The shapes that it may have, in terms of the weight's."""
     of_attention: bool = False
+    """Whether it belongs to an attention, of which ``weight`` is the module or one within; then its shapes are in terms
+    of the weight that takes the heads in (see ``takes_heads``).
+    """
     states_shape: bool = False
+    """Whether it says which shape the weight has (see ``stated_shapes``)."""
     advice: str | None = None
+    """The hint where a cut would fall into a block of it."""
 
 
 def _suffixes(name: str) -> Iterable[str]:
@@ -179,13 +181,14 @@ Table: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class Scheme:
-    """The companions by module: ``general`` for all, ``named`` by regular expression (the first match wins), ``within``
-    by the end of a module's name, with its submodules.
-    """
+    """The companions of weights, by module."""
 
     general: Table
+    """The companions in all modules."""
     named: tuple[tuple[re.Pattern[str], Table], ...] = ()
+    """Companions by regular expression; the first match wins."""
     within: Mapping[str, Table] = field(default_factory=dict)
+    """Companions by the end of a module's name, with its submodules."""
 
     def companion(
         self, name: str, dtype: str | None = None, dtypes: Mapping[str, str] = _NO_DTYPES

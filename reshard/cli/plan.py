@@ -68,7 +68,7 @@ _SPEEDS = {"--link", "--flops"}
     options=(
         changed("tp", type=NUMBERS, metavar="N,.."), *MESH[1:],
         changed("format", help="Show what 'split --as FORMAT' would write."),
-        changed("names", help="Of --as dcp: source, published or modules."),
+        changed("names", help="With --as dcp: source, published or modules."),
         Option("--link", group=Group.HOW, type=Value("speed", speed_of), metavar="SPEED",
                help="How fast a rank sends; default: 450GB/s."),
         Option("--flops", group=Group.HOW, type=Value("speed", flops_of), metavar="SPEED",

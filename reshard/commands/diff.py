@@ -29,7 +29,7 @@ class DiffRequest(Access):
     ``b``: the second.
     ``out``: a new folder for a delta (see ``formats.files.delta``).
     ``compress``: the delta is smaller.
-    ``progress``: True shows a bar. A function is called with the bytes compared so far, and the total.
+    ``progress``: True for a bar, or a function of the bytes compared so far and the total.
     """
 
     a: Place = field(repr=False)  # a URL may have a password

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.formats.documents import read_config
-from reshard.formats.errors import CheckpointError, PlanError, ReshardError, listed
+from reshard.formats.errors import CheckpointError, PlanError, ReshardError, listed, one_line
 from reshard.formats.files.checkpoint import (
     CONFIG,
     DELTA,
@@ -54,51 +54,51 @@ from reshard.text import Result, human_bytes, plural
 
 @dataclass(repr=False)
 class Report(Result):
-    """A description of a path. True if it is a complete checkpoint.
-
-    ``nbytes``: the size of the weight files.
-    ``parameters``: the number of elements of the full ``model``, or of ``everything`` (``parameters_are_of``).
-    ``dtypes``: these elements by dtype; none of shards that cannot be opened and have no manifest.
-    ``loaded_by``: the program whose format it is; None, as the next two, for reshard's own format.
-    ``load``: the command that loads it.
-    ``has_manifest``: whether reshard wrote it.
-    ``problems``: why it is not complete, or is not what it claims to be.
-    ``refused``: why split would refuse the folder, though nothing is missing in it.
-    """
+    """A description of a path. True if it is a complete checkpoint."""
 
     path: FilePath
     kind: str
+    """A full, split or training checkpoint, an adapter, a file, or unfinished output."""
     format: str = ""
     model_type: str | None = None
     architecture: str | None = None
     dtypes: dict[str, int] = field(default_factory=dict)
+    """Elements of each dtype; empty for shards that cannot be opened and have no manifest."""
     tensors: int = 0
     parameters_are_of: str = "model"
+    """``model``, or ``everything``: then training states count, too."""
     any_mesh: bool = False
     """Whether any mesh loads it; ``mesh`` is the one on which it was written."""
     beside: tuple[str, ...] = ()
-    """Contents besides the model: training states, and files that are not read with it."""
+    """Training states, and files that are not read with it."""
     without: tuple[str, ...] = ()
     """The towers of the model type, if it is a language model alone."""
     lora: str | None = None
-    """A sentence on the LoRA adapter among the weights of a training run."""
+    """A sentence on the LoRA adapter in a training run."""
     holds: tuple[str, ...] = ()
-    """Prefixes of a training run's names, if its model is not known."""
+    """Prefixes of names, if the model is not known."""
     nbytes: int = 0
+    """The bytes of the weight files."""
     files: int = 0
     mesh: Mesh | None = None
     rank: int | None = None
     ranks_present: tuple[int, ...] = ()
     ranks_missing: tuple[int, ...] = ()
     padding: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The size before and after, for each padded axis."""
     source: str | None = None
     commit: str | None = None
     loaded_by: str | None = None
+    """The program whose format it is; None for reshard's own."""
     load: str | None = None
     has_manifest: bool | None = None
+    """True if reshard wrote it."""
     problems: list[str] = field(default_factory=list)
+    """Reasons why it is not complete, or not what it claims to be."""
     refused: str | None = None
+    """The reason why split would refuse it, though nothing is missing."""
     hint: str | None = None
+    """Advice on a problem or a refusal."""
 
     @property
     def parameters(self) -> int:
@@ -122,7 +122,7 @@ class Report(Result):
 
     def to_text(self, width: int | None = None) -> str:
         """The path, and a line for each thing that is known of it."""
-        return "\n".join([str(self.path), *(f"  {label:<11} {text}" for label, text in _pairs(self))])
+        return "\n".join([str(self.path), *(f"  {label:<11} {one_line(text)}" for label, text in _pairs(self))])
 
 
 @dataclass(frozen=True)

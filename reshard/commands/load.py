@@ -174,7 +174,7 @@ class RankRequest(Access, Degrees):
 
     ``source``: a checkpoint, full or split to any degree: a folder, a Hub id, a URL, or a ``reshard.state_dict``.
     ``rank``: the number of a rank of ``pp`` x ``ep`` x ``tp``.
-    ``format``: that of the rank's names and shapes, as in ``split``.
+    ``format``: the format of the rank's names and shapes, as in ``split``.
     ``names``: without a ``format``, as in ``split``.
     """
 
@@ -190,7 +190,7 @@ class LoadRequest(RankRequest):
     """Arguments of ``load``.
 
     ``device``: torch's name of where the tensors go.
-    ``progress``: True shows a bar. A function is called with the loaded bytes so far, and the total.
+    ``progress``: True for a bar, or a function of the loaded bytes so far and the total.
     """
 
     device: Taken[Device, str] = default("cpu")
@@ -239,30 +239,26 @@ def _check_rank(request: RankRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes of a file that belong to a tensor of a rank: rows with equal distances.
-
-    ``file``: a path or an address; None for zeros, as of a padded vocabulary.
-    ``offset``: where the first byte is in the file.
-    ``size``: the number of bytes.
-    ``shape``: their dimensions; in the last one they are neighbours.
-    ``strides``: the distances in the file, in bytes.
-    ``name``: the tensor's name.
-    ``dtype``: its dtype, as safetensors names it.
-    ``tensor``: its shape.
-    ``place``: where the first byte is in the tensor.
-    ``steps``: the distances in the tensor, in bytes.
-    """
+    """Bytes of a file that belong to a tensor of a rank: rows with equal distances. Distances are in bytes."""
 
     file: str | None
+    """A path or an address; None for zeros, as of a padded vocabulary."""
     offset: int
+    """The place of the first byte in the file."""
     size: int
     shape: tuple[int, ...]
+    """The dimensions of these bytes; in the last one they are neighbours."""
     strides: tuple[int, ...]
+    """The distances in the file."""
     name: str
     dtype: str
+    """The tensor's, as safetensors names it."""
     tensor: tuple[int, ...]
+    """The tensor's shape."""
     place: int
+    """The place of the first byte in the tensor."""
     steps: tuple[int, ...]
+    """The distances in the tensor."""
 
 
 def slices(request: RankRequest) -> list[Slice]:
@@ -345,7 +341,7 @@ class TensorsRequest(Access):
     """Arguments of ``tensors``.
 
     ``source``: a checkpoint in any form: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
-    ``format``: that of the names and shapes.
+    ``format``: the format of the names and shapes.
     """
 
     source: Place = field(repr=False)  # a URL may have a password

@@ -37,7 +37,7 @@ from reshard.transforms.opening import open_any
 class PlanRequest(Access, Degrees):
     """Arguments of ``plan``.
 
-    ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``source``: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``format``: the name of another program's format to plan for.
     ``names``: whose names ``format="dcp"`` has, as in ``split``.
     ``link``: the bytes per second that a rank sends, such as ``"450GB/s"``: by default over an H100's NVLink.
@@ -74,10 +74,7 @@ def plan(request: PlanRequest) -> PlanAnswer:
 
 @dataclass(frozen=True, repr=False)
 class PlanAnswer(Plan, Result):
-    """The part of every tensor on each rank of a mesh, also as text.
-
-    ``padding`` gives the padded size of each axis that is padded.
-    """
+    """The part of every tensor on each rank of a mesh, also as text."""
 
     rates: Rates
 
@@ -290,19 +287,19 @@ def traffic_pairs(plan: Plan, rates: Rates) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class StoredRow:
-    """Stored tensors of one kind.
-
-    ``sources`` are the Hugging Face tensors that each is made of, and ``how`` says what is done with them. ``shape`` is
-    that on the first rank that has such a tensor, ``nbytes`` the size of all such tensors there.
-    """
+    """Stored tensors of one kind."""
 
     name: str
     sources: tuple[str, ...]
+    """The Hugging Face tensors that each is made of."""
     how: str
+    """A word on what is done with them."""
     dtype: str
     shape: tuple[int, ...]
+    """The shape on the first rank that has such a tensor."""
     tensors: int
     nbytes: int
+    """The bytes of all such tensors there."""
 
 
 def stored_rows(arrangement: Arrangement) -> list[StoredRow]:

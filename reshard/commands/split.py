@@ -143,7 +143,7 @@ class AverageRequest(SplitRequest):
     """Arguments of ``average``; ``source`` is the first checkpoint.
 
     ``others``: the other checkpoints, each in any form.
-    ``weights``: those of the first and of the others, which sum to 1; by default all are equal.
+    ``weights``: one for the first and each of the others, with a sum of 1; by default all are equal.
     """
 
     others: Sequence[str | Path] = field(repr=False)  # a URL may have a password

@@ -66,24 +66,28 @@ _WORKERS, _WORKERS_ELSEWHERE = 4, 8
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """A tensor, by Hugging Face's name. ``kind``: same, changed, other dtype, other shape, only here, only there.
-
-    ``dtypes`` and ``shapes`` are those of both sides. Of a changed tensor, ``changed`` of ``elements`` differ in a bit
-    (bytes count as elements where a byte holds several); ``largest`` is the largest difference, ``squares`` the sum of
-    squares, ``ulps`` the largest in units of the dtype's last place, counted over its numbers, of an element that does
-    not cross zero; None without numbers. ``other`` changed elements are infinite or NaN on a side, and not in these.
-    """
+    """A tensor of two checkpoints. Numbers of differences are None if the dtype has no numbers."""
 
     name: str
+    """Hugging Face's name."""
     kind: str
+    """One of: same, changed, other dtype, other shape, only here, only there."""
     dtypes: tuple[str | None, str | None]
+    """The dtypes of both sides."""
     shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    """The shapes of both sides."""
     elements: int = 0
+    """The number of elements, or of bytes where a byte holds several elements."""
     changed: int = 0
+    """The number of elements that differ in a bit."""
     largest: float | None = None
+    """The largest difference."""
     squares: float | None = None
+    """The sum of the squares of the differences."""
     ulps: int | None = None
+    """The largest difference in units of the dtype's last place; elements that cross zero are left out."""
     other: int = 0
+    """The number of changed elements that are infinite or NaN on a side: no difference counts them."""
 
     @property
     def share(self) -> float:
@@ -124,15 +128,16 @@ class TensorDiff:
 class Diff(Comparison):
     """The differences between two checkpoints, tensor by tensor: first those of ``a`` in its order, then those of ``b``
     alone. True if no tensor differs; ``raise_if_different()`` raises MismatchError.
-
-    ``nbytes`` were compared, of each side. ``config`` has the keys of config.json that differ.
     """
 
     a: str
     b: str
     tensors: tuple[TensorDiff, ...]
+    """Each has a ``name``, a ``kind``, and what differs in numbers."""
     nbytes: int
+    """The bytes that were compared, of each side."""
     config: tuple[str, ...] = ()
+    """The keys of config.json that differ."""
 
     @property
     def same(self) -> bool:

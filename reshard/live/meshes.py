@@ -46,18 +46,18 @@ def held_format(name: str) -> Format:
 
 @dataclass(frozen=True)
 class Target:
-    """A program on so many ranks: ``tp``, ``ep`` and ``pp`` as in ``split --as``.
-
-    ``program`` is the name of a format (``vllm``, ``sglang``, ``megatron``), or ``fsdp2`` for a model of transformers.
-    ``fsdp`` ranks hold equal parts of the first dimension of what is left, ``replicas`` hold the same.
-    """
+    """A program on so many ranks."""
 
     program: str
+    """The name of a format (``vllm``, ``sglang``, ``megatron``), or ``fsdp2`` for a model of transformers."""
     tp: int = 1
+    """The degree, as in ``split --as``; so are ``ep`` and ``pp``."""
     ep: int = 1
     pp: int = 1
     fsdp: int = 1
+    """The ranks that hold equal parts of the first dimension of what is left."""
     replicas: int = 1
+    """The ranks that hold the same."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -47,23 +47,24 @@ rules.
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The meeting of a push's processes: address, number of ranks, and waiting times.
-
-    ``store`` is ``tcp://HOST:PORT``, where the trainer's rank 0 listens. Times are in seconds: ``timeout`` is the
-    longest that a process may let the others wait, ``join`` the longest until all have come, and ``patience`` how much
-    later than others a process may come to a push (by default ``timeout``). ``bucket`` is the number of bytes that a
-    rank sends in one step. Without ``shared``, processes of one host share no memory. Raises PlanError for wrong
-    numbers of ranks or seconds.
+    """The meeting of a push's processes: address, number of ranks, and waiting times in seconds. Raises PlanError for
+    wrong numbers of ranks or seconds.
     """
 
     store: str = field(repr=False)  # it may have a secret
+    """``tcp://HOST:PORT``, where the trainer's rank 0 listens."""
     trainers: int
     receivers: int
     timeout: float = 10.0
+    """The longest that a process may let the others wait."""
     join: float = 120.0
+    """The longest until all have come."""
     patience: float | None = None
+    """The longest that a process may come to a push after others; by default ``timeout``."""
     bucket: int = BUCKET
+    """The bytes that a rank sends in one step."""
     shared: bool = True
+    """Whether processes of one host share memory."""
 
     def __post_init__(self) -> None:
         for name in ("trainers", "receivers"):
@@ -436,7 +437,8 @@ def push(
     ``config`` is the model's config.json: a folder, a Hub id, or what is in it; by default that of the model itself.
     ``device`` is where buckets are, by default where the tensors are; with ``"cpu"`` they go through the host's memory.
     ``program`` names the model's tensors: ``transformers``, ``torchtitan`` or ``megatron``. ``dtype``: what the trainer
-    has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options`` are those of ``Meeting``.
+    has in F32 is rounded to it; ``"BF16"``, ``"bfloat16"`` or ``torch.bfloat16``. ``options``: the seconds ``timeout``,
+    ``join`` and ``patience``, the bytes of a ``bucket``, and ``shared=False`` against shared memory (see ``Meeting``).
     Raises PlanError, CheckpointError.
     """
     target = target_of(to)
@@ -473,8 +475,9 @@ def pull(
 ) -> Pull:  # fmt: skip
     """A receiver's rank of ``world``. ``model`` is written to; without one, ``receive`` returns the tensors.
 
-    ``program`` names the model's tensors. ``keep``, ``witness`` and ``poison`` are those of ``Pull``, ``options`` those
-    of ``Meeting``. Raises PlanError.
+    ``program`` names the model's tensors. With ``keep=False`` they are written as they come, without a second copy, and
+    a failure leaves the model half new: ``poison`` has it refuse to compute. ``witness`` asks an engine's own loader
+    where elements belong. ``options`` are those of ``push``. Raises PlanError.
     """
     meeting = Meeting(store=store, trainers=trainers, receivers=world, **options)
     number, description = meeting.number("receivers", rank), {"format": TRAINERS.get(program, program)}

@@ -33,19 +33,20 @@ from reshard.source.source import UNSPLIT
 
 
 class HeldSlice(NamedTuple):
-    """A part of a stored tensor that one rank holds.
-
-    ``name`` is the name in the format, ``dtype`` a key of ``DTYPE_BITS``, ``shape`` that of the whole tensor. ``runs``
-    has the indices of each dimension that the rank holds, in ascending order: the local tensor has, in each dimension,
-    all its runs one after another. A rank may hold several parts of one tensor.
-    A buffer (``is_buffer``) that no checkpoint has is left alone.
-    """
+    """A part of a stored tensor that one rank holds; it may hold several parts of one tensor."""
 
     name: str
+    """The name in the format."""
     dtype: str
+    """A key of ``DTYPE_BITS``."""
     shape: tuple[int, ...]
+    """The shape of the whole tensor."""
     runs: tuple[tuple[Run, ...], ...]
+    """The indices of each dimension that the rank holds, ascending: the local tensor has all runs of a dimension one
+    after another.
+    """
     is_buffer: bool = False
+    """Whether it is a buffer that no checkpoint has: it is left alone."""
 
     @property
     def local(self) -> tuple[int, ...]:

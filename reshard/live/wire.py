@@ -38,17 +38,15 @@ from reshard.live.fence import Fence
 
 
 class Message(NamedTuple):
-    """Bytes for another rank, or from it.
-
-    ``step`` is the number of the bucket that it is in. ``peer`` is the other's number among all processes: those of the
-    trainer first, then those of the receiver. ``work`` is called with a one-dimensional tensor of ``nbytes`` bytes
-    (``torch.uint8``): to fill it, or with what came.
-    """
+    """Bytes for another rank, or from it."""
 
     step: int
+    """The number of the bucket that it is in."""
     peer: int
+    """The other's number among all processes: those of the trainer first, then those of the receiver."""
     nbytes: int
     work: Callable[[torch.Tensor], None]
+    """Called with a one-dimensional tensor of ``nbytes`` bytes (``torch.uint8``): to fill it, or with what came."""
     is_sent: bool
 
 

@@ -131,7 +131,7 @@ def check_degrees(model: Model, mesh: Mesh, *, pad: bool = True, lacking: Collec
             valid = valid_degrees(model, mesh_dim, pad=pad, same_ranks=mesh.same_ranks, units=units)
             raise SettingError(replace(why, valid=tuple(valid), instead=ways))
         if not any(_families(model, mesh_dim)):
-            raise refused(mesh_dim, degree, f"the plan splits no axis over {mesh_dim}")
+            raise refused(mesh_dim, degree, f"the rules of '{model.architecture.name}' split nothing over {mesh_dim}")
 
 
 def other_ways(model: Model, mesh: Mesh, why: Refusal, *, pad: bool) -> Iterable[Mapping[str, object]]:

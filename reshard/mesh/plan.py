@@ -93,14 +93,12 @@ class Layout:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The part of every tensor on each rank of a mesh.
-
-    ``padding`` gives the padded size of each axis that is padded.
-    """
+    """The part of every tensor on each rank of a mesh."""
 
     model: Model
     mesh: Mesh
     padding: Mapping[str, int]
+    """The padded size of each axis that is padded."""
     laid: Mapping[Kind, Layout]
     """The layout of the tensors of each kind."""
     _layouts: dict[tuple[object, ...], Layout] = field(init=False, repr=False, compare=False, default_factory=dict)

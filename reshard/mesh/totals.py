@@ -21,12 +21,8 @@ _SCALES = ("_scales", "_scale", "_scale_inv", ".scales", ".qzeros", ".g_idx", "_
 
 @dataclass(frozen=True)
 class Row:
-    """All tensors that one rule covers and that have one dtype and shape. Sizes in bytes.
-
-    ``copies`` are the numbers of ranks that hold one element, increasing: (1) if nothing is replicated, the degree if
-    everything is, a number between if there are fewer KV heads than ranks, and (1, 2) if only the keys and values of a
-    packed weight are on two ranks. ``replicated`` counts the bytes of a rank that another rank holds too. With
-    ``is_uneven``, ranks have unequal parts. Numbers of a rank are those of the rank that has the most.
+    """All tensors that one rule covers and that have one dtype and shape. Sizes are in bytes; those of a rank are of
+    the rank that has the most.
     """
 
     name: str
@@ -37,10 +33,16 @@ class Row:
     local: tuple[int, ...]
     tensors: int
     copies: tuple[int, ...]
+    """The numbers of ranks that hold one element, increasing: (1) if nothing is replicated, the degree if everything
+    is, a number between if there are fewer KV heads than ranks, and (1, 2) if only the keys and values of a packed
+    weight are on two ranks.
+    """
     bytes_full: int
     bytes_per_rank: int
     replicated: int
+    """The bytes of a rank that another rank holds too."""
     is_uneven: bool
+    """Whether ranks have unequal parts."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,17 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals by which a person decides. Sizes are in bytes; ``replicated`` are those on a rank that another rank holds
-    too.
-
-    If ranks have unequal parts, ``bytes_per_rank`` is that of the largest, and ``bytes_least`` that of the smallest.
-    """
+    """Totals by which a person decides. Sizes are in bytes."""
 
     tensors: int
     parameters: int
     bytes_full: int
     bytes_per_rank: int
+    """The bytes on the largest rank."""
     bytes_least: int
+    """The bytes on the smallest rank."""
     replicated: int
+    """The bytes on a rank that another rank holds too."""
     forward: AllReduce
     backward: AllReduce
 

@@ -155,22 +155,23 @@ def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: It
 
 @dataclass(eq=False)
 class _TensorGroup:
-    """Tensors that share a line, a rule of that line and its possible shapes; see ``_grouped``.
-
-    ``tensor`` and ``match`` are those of the first tensor. ``belonging`` is set where the tensors belong to quantized
-    weights. ``axes`` are the axes of the indices in the names, and ``all_at`` has these indices for each tensor.
-    ``indices`` are the indices on which sizes depend: they are equal in all tensors of the group.
-    """
+    """Tensors that share a line, a rule of that line and its possible shapes; see ``_grouped``."""
 
     tensor: FullTensor
+    """The first tensor."""
     match: Match
+    """The first tensor's match."""
     rule: Rule
     shapes: tuple[Shape, ...]
     belonging: Companion | None = None
+    """Set where the tensors belong to quantized weights."""
     tensors: list[FullTensor] = field(default_factory=list)
     all_at: list[tuple[int, ...]] = field(default_factory=list)
+    """The indices in each tensor's name."""
     axes: tuple[str, ...] = ()
+    """The axes of these indices."""
     indices: tuple[tuple[str, int], ...] = ()
+    """The indices on which sizes depend: they are equal in all tensors of the group."""
 
     @cached_property
     def seen(self) -> Mapping[str, frozenset[int]]:

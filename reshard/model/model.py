@@ -204,31 +204,33 @@ class FullTensor(NamedTuple):  # there may be half a million of these: a datacla
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Tensors whose names differ only in indices that affect neither a size nor which rank has the tensor.
-
-    ``name`` is the name of the first tensor, ``count`` their number, ``shape`` the full shape. ``indices`` are the
-    indices in the name on which sizes depend, ``sizes`` the size of each axis there, ``places`` the indices along axes
-    that may be split over ranks (experts). ``layers`` has the tensors' indices along the outermost axis of the name
-    that is not split. ``pattern`` is a name with all indices as ``{layer}``, in the architecture's own spelling, and
-    ``index_axes`` are their axes.
-    """
+    """Tensors whose names differ only in indices that affect neither a size nor which rank has the tensor."""
 
     name: str
+    """The name of the first."""
     dtype: str
     template: str
     pattern: str
+    """A name with all indices as ``{layer}``, in the architecture's own spelling."""
     index_axes: tuple[str, ...]
+    """The axes of these indices."""
     rule: Shape
     indices: tuple[tuple[str, int], ...]
+    """The indices in the name on which sizes depend."""
     sizes: Mapping[str, int]
+    """The size of each axis at these indices."""
     places: tuple[tuple[str, int], ...]
+    """The indices along axes that may be split over ranks (experts)."""
     shape: tuple[int, ...]
+    """The full shape."""
     stated: Shape | None
     """The rule of the weight, if this tensor's values state the shape of a weight."""
     advice: str | None
     """The hint for an error in which a rank's boundary would cut one of its scale blocks."""
     count: int
+    """The number of tensors."""
     layers: frozenset[int]
+    """The tensors' indices along the outermost axis of the name that is not split."""
     stages: frozenset[int] | None = None
 
     @cached_property

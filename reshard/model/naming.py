@@ -57,16 +57,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Naming:
-    """The tensors of one model among stored names.
-
-    ``known`` has the stored name of each tensor of the model, by its plain name. ``beginning`` is what stands before
-    most of these, without wrappers; ``others`` has, for the beginning of each other set of the same tensors (averages
-    and states among them), the stored names.
-    """
+    """The tensors of one model among stored names."""
 
     beginning: str
+    """The beginning of most of these names, without wrappers."""
     known: Mapping[str, str]
+    """The stored name of each tensor of the model, by its plain name."""
     others: Mapping[str, frozenset[str]]
+    """The stored names of each other set of the same tensors (averages and states among them), by their beginning."""
 
     @property
     def left_behind(self) -> tuple[str, ...]:

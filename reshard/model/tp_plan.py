@@ -76,19 +76,18 @@ def transformers_plan(model: Model, degree: int | None = None) -> TransformersPl
 
 
 class _SplitParameter(NamedTuple):
-    """A parameter that the rules split: along its output or its input, and by which family of axes.
-
-    ``name`` and ``owner`` (its module) are for all layers, with ``*`` for numbers. With ``is_mixed``, ``kind`` is that
-    of some layers only.
-    """
+    """A parameter that the rules split: along its output or its input, and by which family of axes."""
 
     name: str
+    """The name for all layers, with ``*`` for numbers."""
     owner: str
+    """Its module, for all layers."""
     kind: Split
     family: int
     tensor: Kind
     shape: tuple[int, ...]
     is_mixed: bool
+    """Whether ``kind`` is that of some layers only."""
 
 
 class _Planner:

@@ -87,16 +87,16 @@ def rows_of(piece: Piece, order: Sequence[int], bits: int) -> Rows:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a rank's bytes of an atom: from byte ``offset`` of its ``rows`` on, in ``shape`` with bytes last.
-
-    ``needed`` has the runs to read of the last dimension, if not all of a row is needed, else None.
-    """
+    """A part of a rank's bytes of an atom."""
 
     rank: int
     offset: int
+    """The first byte of its rows."""
     shape: tuple[int, ...]
+    """The dimensions, with bytes last."""
     rows: Rows
     needed: Runs | None = None
+    """The runs to read of the last dimension, if not all of a row is needed."""
 
     @cached_property
     def nbytes(self) -> int:

@@ -38,15 +38,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The pieces of an atom on its holders.
-
-    ``full`` are the sizes of the atom's dimensions; indices of a piece beyond them are padding. ``order`` has the
-    dimensions as all holders store them, slowest first. ``pieces`` has one or several pieces of each holder.
-    """
+    """The pieces of an atom on its holders."""
 
     full: tuple[int, ...]
+    """The sizes of the atom's dimensions; indices of a piece beyond them are padding."""
     order: tuple[int, ...]
+    """The dimensions as all holders store them, slowest first."""
     pieces: Mapping[int, tuple[Piece, ...]]
+    """One or several pieces of each holder."""
 
     @cached_property
     def value(self) -> tuple[object, ...]:

@@ -23,25 +23,27 @@ from reshard.model.model import BoundTensor, Kind, Model
 
 @dataclass(frozen=True, eq=False)
 class Portion:
-    """One atom of each tensor of a kind, and what a program makes of it.
-
-    ``target`` is the program's name, with indices as in ``{layer}``; None is the tensor's own. ``stacked`` is the axis
-    along which atoms are stacked. ``slot`` is its position among the ``slots`` atoms that are joined. ``order`` has the
-    atom's factors in the order in which the program stores them, ``counts`` how many of them each of its dimensions
-    has. Atoms are joined along the dimension ``dim``, behind its first ``lead`` factors. A component at an index
-    stands for an atom of each index.
-    """
+    """One atom of each tensor of a kind, and what a program makes of it."""
 
     component: Component
+    """If it is at an index, it stands for an atom of each index."""
     target: str | None
+    """The program's name, with indices as in ``{layer}``; None: the tensor's own."""
     stacked: str | None
+    """The axis along which atoms are stacked."""
     slot: int
+    """The position among the atoms that are joined."""
     slots: int
+    """The number of atoms that are joined."""
     line: Line
     order: tuple[int, ...]
+    """The atom's factors in the order in which the program stores them."""
     counts: tuple[int, ...]
+    """The number of factors of each dimension."""
     dim: int
+    """The dimension along which atoms are joined."""
     lead: int
+    """The first factors of that dimension, behind which they are joined."""
 
     @property
     def function(self) -> str | None:

@@ -70,19 +70,18 @@ class RankNames:
 
 
 class Stored(NamedTuple):
-    """A tensor of a program. ``atoms`` are in the order of the stack, then of the slots.
-
-    ``naming`` gives its name on a rank, if that is not the same on all. ``stated`` is set if its values state the shape
-    of a weight.
-    """
+    """A tensor of a program."""
 
     name: str
     dtype: str
     geometry: Geometry
     atoms: tuple[Atom, ...]
+    """The atoms in the order of the stack, then of the slots."""
     constant: Constant | None = None
     naming: RankNames | None = None
+    """Its name on a rank, if that is not the same on all."""
     stated: Stated | None = None
+    """Set if its values state the shape of a weight."""
 
     def name_on(self, rank: int) -> str:
         """Its name on a rank."""

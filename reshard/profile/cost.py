@@ -38,16 +38,16 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Time:
-    """One step of the whole model, in seconds.
-
-    A measured one has its ``spread``, its ``parts``, and the bytes that a rank put into all-reduces (``reduced``).
-    """
+    """One step of the whole model, in seconds."""
 
     compute: float
     collectives: float
     spread: float = 0.0
+    """If measured, half of the middle half of the times, relative."""
     reduced: int = 0
+    """If measured, the bytes that a rank put into all-reduces."""
     parts: Mapping[str, StepPart] = field(default_factory=dict)
+    """If measured, the time of each part."""
 
     @property
     def seconds(self) -> float:
@@ -142,15 +142,15 @@ def fit(columns: Sequence[Sequence[float]], times: Sequence[float]) -> list[floa
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The cost of an all-reduce over some ranks: seconds before the first byte, and bytes per second of each rank.
-
-    ``measured`` has the bytes and seconds of the all-reduces to which it was fitted.
-    """
+    """The cost of an all-reduce over some ranks."""
 
     ranks: int
     latency: float
+    """The seconds before the first byte."""
     bandwidth: float
+    """The bytes per second of each rank."""
     measured: tuple[tuple[int, float], ...] = ()
+    """The bytes and seconds of the all-reduces to which it was fitted."""
 
     def over(self, ranks: int, bandwidth: float | None = None) -> LinkRate:
         """The same for another number of ranks: the latency grows with the steps of a ring."""
@@ -199,18 +199,19 @@ class NotRun:
 
 @dataclass(frozen=True)
 class DegreeRow:
-    """A degree and a workload: the time as measured and as predicted, and what a rank holds.
-
-    ``capacity`` is the memory that a rank has, ``stated`` the bytes of a step's all-reduces by the plan.
-    """
+    """A degree and a workload."""
 
     tp: int
     workload: Workload
     measured: Time | None
     predicted: Time | None
+    """The time of a step, predicted from the other degrees."""
     memory: Memory
+    """The bytes that a rank holds."""
     capacity: int
+    """The bytes of memory that a rank has."""
     stated: int
+    """The bytes of a step's all-reduces by the plan."""
     not_run: NotRun | None = None
 
     @property
@@ -308,11 +309,13 @@ WORTH = 0.5
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A degree (None: none fits), and why this one; ``alone``: workloads that by themselves ask for another."""
+    """A degree, and why this one."""
 
     tp: int | None
+    """None if no degree fits."""
     reason: str
     alone: tuple[tuple[Workload, int], ...] = ()
+    """The workloads that by themselves ask for another degree."""
 
 
 def recommend(rows: Sequence[DegreeRow]) -> Recommendation:

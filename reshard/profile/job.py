@@ -152,15 +152,14 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a step on one rank.
-
-    ``part`` is ``embedding``, ``layer 3``, ``head`` or, if it belongs to no part, empty. ``what`` is ``compute``,
-    ``all-reduce`` or ``all-gather``, into which this rank put ``nbytes``.
-    """
+    """A stretch of a step on one rank."""
 
     part: str
+    """``embedding``, ``layer 3``, ``head``, or empty if it belongs to no part."""
     what: str
+    """``compute``, ``all-reduce`` or ``all-gather``."""
     nbytes: int
+    """The bytes that this rank put into the collective."""
     seconds: float
 
 
@@ -169,18 +168,16 @@ ProfileStep = tuple[Span, ...]
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's measurements of a workload. Bytes are those of the parts that ran: one layer of each kind.
-
-    ``work`` has for each part the operations of its multiplications, and the bytes that they read and write.
-    ``activations`` are the most bytes that lived at once besides weights and cache. With gradients, ``saved`` has for
-    each part the bytes that its forward pass keeps for the backward pass.
-    """
+    """One rank's measurements of a workload, for the parts that ran: one layer of each kind."""
 
     steps: tuple[ProfileStep, ...]
     work: Mapping[str, tuple[float, float]]
+    """For each part the operations of its multiplications, and the bytes that they read and write."""
     cache: Mapping[str, int]
     activations: int
+    """The most bytes that lived at once besides weights and cache."""
     saved: Mapping[str, int]
+    """With gradients, for each part the bytes that its forward pass keeps for the backward pass."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ STEP = {
 
 @dataclass(frozen=True, repr=False)
 class Profile(Result):
-    """The result of a profile; each of ``links`` has the all-reduces that it was fitted to, as ``measured``."""
+    """The result of a profile."""
 
     source: str
     model: Model
@@ -32,11 +32,14 @@ class Profile(Result):
     node: Node
     dtype: str
     backend: str
+    """The library of the collectives: ``nccl`` or ``gloo``, say."""
     device: str
     parameters: int
     rows: tuple[DegreeRow, ...]
     refused: tuple[tuple[int, str], ...]
+    """The degrees that are not possible, and why."""
     links: tuple[LinkRate, ...]
+    """The cost of an all-reduce over each number of ranks, fitted to those that were ``measured``."""
     recommended: Recommendation
 
     @property

@@ -61,15 +61,14 @@ def read_finished(entry: Mapping[str, Any], numbered: dict[int, Read]) -> Finish
 
 @dataclass(frozen=True)
 class Moved:
-    """Steps of the work that are complete, each by the numbers of its job and of its slab.
-
-    ``size`` is that of a step in bytes, because the slabs depend on it. ``written`` has for each file the
-    ``PartialSum.digest`` of the bytes that were written to it.
-    """
+    """Steps of the work that are complete."""
 
     steps: tuple[tuple[int, int], ...]
+    """The numbers of each step's job and slab."""
     size: int
+    """The bytes of a step, because the slabs depend on it."""
     written: Mapping[str, str]
+    """For each file the ``PartialSum.digest`` of the bytes that were written to it."""
     reads: tuple[Read, ...] = ()
 
 
@@ -79,17 +78,17 @@ WHOLE = "output"
 
 @dataclass(frozen=True)
 class FileShare:
-    """The files of an output that one process writes: all, those of some ranks, or a part of about equal size.
-
-    ``label`` is its name in messages, locks and journals (``part-0-of-4``). ``planned`` has the sizes in bytes of the
-    files that all processes write, as far as this one knows: the output is committed when they are finished. With
-    ``folders`` (of ranks), these folders are added to the output when this share is finished.
-    """
+    """The files of an output that one process writes: all, those of some ranks, or a part of about equal size."""
 
     label: str
+    """Its name in messages, locks and journals (``part-0-of-4``)."""
     files: frozenset[str]
     planned: Mapping[str, int]
+    """The bytes of the files that all processes write, as far as this one knows: the output is committed when they are
+    finished.
+    """
     folders: tuple[str, ...] = ()
+    """The folders (of ranks) that are added to the output when this share is finished."""
 
     @property
     def has_others(self) -> bool:

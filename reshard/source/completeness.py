@@ -51,16 +51,14 @@ REQUIRED = Path(__file__).parent / "required.json"
 
 @dataclass(frozen=True)
 class Tower:
-    """A module of a model type that a language model alone does not have.
-
-    ``classes`` have it, unless one of its ``sections`` of config.json is null; if there are none, any class has it for
-    which there are all sections. ``types`` are the model types, in the section of its own, for which its lines are
-    known; any, if there are none.
-    """
+    """A module of a model type that a language model alone does not have."""
 
     classes: frozenset[str]
+    """The classes that have it; empty: any for which config.json has all sections."""
     sections: tuple[str, ...] = ()
+    """Sections of config.json: if one is null, the tower is not there."""
     types: frozenset[str] = frozenset()
+    """The model types, in the section of its own, for which its lines are known; empty: any."""
 
     def is_known(self, config: Mapping[str, Any]) -> bool:
         """Whether the tower's lines hold for the tower in this ``config.json``."""
@@ -85,15 +83,15 @@ def setting_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any
 
 @dataclass(frozen=True)
 class KnownLines:
-    """The lines of a model type: ``always`` has those that each module always has, and ``all`` has all lines.
-
-    ``stacks`` has the setting that says how many members a tower's stack has.
-    """
+    """The lines of a model type."""
 
     always: Mapping[str, tuple[str, ...]]
+    """The lines that each module always has."""
     all: frozenset[str]
+    """All lines."""
     towers: Mapping[str, Tower] = field(default_factory=dict)
     stacks: Mapping[str, str] = field(default_factory=dict)
+    """The setting that says how many members a tower's stack has."""
 
     @cached_property
     def modules(self) -> frozenset[str]:

@@ -59,20 +59,21 @@ _RANK = whole(1, 1 << 20)
 
 @dataclass(frozen=True)
 class LoraRun:
-    """A LoRA adapter in a folder, and the base model beside it.
-
-    ``base`` and ``factors`` have, for stored names, those of a model that is not wrapped, and of an adapter as PEFT
-    saves it. ``shapes`` are those of the factors. ``adapters`` are the names that PEFT knows the adapters by,
-    ``settings`` what ``adapter_config.json`` says, ``stated`` the file that says it; without one, alpha is None.
-    """
+    """A LoRA adapter in a folder, and the base model beside it."""
 
     path: FilePath
     base: Mapping[str, str]
+    """Stored names, with those of a model that is not wrapped."""
     factors: Mapping[str, str]
+    """Stored names, with those of an adapter as PEFT saves it."""
     shapes: Mapping[str, tuple[int, ...]]
+    """The shapes of the factors."""
     adapters: tuple[str, ...]
+    """The names that PEFT knows the adapters by."""
     settings: Mapping[str, Any]
+    """The content of ``adapter_config.json``."""
     stated: FilePath | None
+    """The file that has the settings; without one, alpha is None."""
 
     @cached_property
     def lora(self) -> LoraSettings:

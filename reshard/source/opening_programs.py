@@ -83,11 +83,6 @@ def _misfit(rank: int) -> Iterator[None]:
 class _ReadAs:
     """The content of a folder, read as one format: the tensors of each rank or the chunks in each file, and their
     model.
-
-    ``mesh`` is None if no file says it; with ``is_known`` the padding is that of the format. ``computed`` are side
-    files that do not lie in the folder as they are, ``given_dtype`` the dtype of a config.json if the weights have
-    another. ``twice`` are the second names of tied tensors, ``others`` the things that its files have besides the
-    model.
     """
 
     format: Format
@@ -97,11 +92,17 @@ class _ReadAs:
     training: Training | None
     model: Model
     mesh: Mesh | None
+    """None if no file says it."""
     is_known: bool
+    """Whether the padding is that of the format."""
     computed: Mapping[str, bytes] = field(default_factory=dict)
+    """Side files that do not lie in the folder as they are."""
     given_dtype: str | None = None
+    """The dtype of a config.json, if the weights have another."""
     twice: Mapping[str, str] = field(default_factory=dict)
+    """The second names of tied tensors."""
     others: tuple[str, ...] = ()
+    """Contents of its files besides the model."""
 
     @property
     def meshes(self) -> Iterable[Mesh]:

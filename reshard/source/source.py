@@ -43,17 +43,17 @@ UNSPLIT = Mesh((("tp", 1),))
 
 @dataclass(frozen=True, eq=False)
 class SourceFile:
-    """A weight file to read from.
-
-    ``name`` is relative to the source's folder, ``size`` in bytes. ``header`` has the bytes of its header, None for a
-    format without one. ``expected`` is its checksum, if a manifest states it.
-    """
+    """A weight file to read from."""
 
     path: FilePath
     name: str
+    """The name, relative to the source's folder."""
     size: int
+    """Bytes."""
     header: bytes | None = None
+    """The bytes of its header; None for a format without one."""
     expected: str | None = None
+    """Its checksum, if a manifest states it."""
     rest: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that belong to no tensor, with their offsets."""
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -35,16 +35,14 @@ class Affix(NamedTuple):
 
 
 class SavedParts(NamedTuple):
-    """The parts of a training checkpoint, by stored names.
-
-    ``model`` has the stored name for each name of the format. ``states`` has, for each kind of state, the stored name
-    of the state of each model tensor; such a state has the tensor's shape. ``rest`` are all other tensors and
-    objects.
-    """
+    """The parts of a training checkpoint, by stored names."""
 
     model: dict[str, str]
+    """The stored name of each name of the format."""
     states: dict[Affix, dict[str, str]]
+    """For each kind of state, the stored name of the state of each model tensor; it has the tensor's shape."""
     rest: tuple[str, ...]
+    """All other tensors and objects."""
 
     def words(self) -> tuple[str, ...]:
         """The parts besides the model, in a few words."""

@@ -71,7 +71,7 @@ Weight = tuple[str, Indices, int]
 
 
 class Matrices(NamedTuple):
-    """The matrices of a parameter: ``tensor`` of ``target``, with these ``indices``. ``expert`` is set if it is one."""
+    """The matrices of a parameter: a tensor of a target, at these indices. ``expert`` is set if it is one."""
 
     target: Adapted
     tensor: ModuleTensor
@@ -170,18 +170,20 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
 
 @dataclass
 class _Conversion:
-    """The conversion of one adapter. ``run`` fills ``out``, the tensors of the result; ``modules`` and ``parameters``,
-    the names of wrapped ones there; and ``numbers``: the name, the rank and alpha of each.
-    """
+    """The conversion of one adapter. ``run`` fills the last four."""
 
     base: Architecture
     model: Model
     tensors: Mapping[str, Tensor]
     format: AdapterFormat
     out: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of the result."""
     modules: list[str] = field(default_factory=list)
+    """The names of wrapped modules of the result."""
     parameters: dict[str, None] = field(default_factory=dict)
+    """The names of wrapped parameters of the result."""
     numbers: list[tuple[str, int, float | None]] = field(default_factory=list)
+    """The name, the rank and the alpha of each."""
 
     def __post_init__(self) -> None:
         self.config = self.model.config

@@ -85,16 +85,15 @@ def pairs_of(adapter: Model, lora: LoraSettings, base: Architecture) -> tuple[Pa
 
 
 class Product(NamedTuple):
-    """``scale`` times B A, for each of ``experts``: the axes of ``a`` and ``b`` are those of ``form``.
-
-    ``sides`` says which axes the rows and the columns of the weight are: ``out`` and ``in``, or the other way round.
-    """
+    """A scaled product B A, for each of some experts."""
 
     a: Tensor
     b: Tensor
     form: FactorLayout
+    """The axes of ``a`` and ``b``."""
     experts: int
     sides: tuple[str, str]
+    """The axes of the weight's rows and columns: ``out`` and ``in``, or the other way round."""
     scale: float
 
     @property
@@ -123,18 +122,18 @@ def by_expert(matrix: NDArray[T], factor: ExpertFactor, sizes: Mapping[str, int]
 
 
 class Term(NamedTuple):
-    """A summand for a matrix of a weight: the output of an expert's product, from ``at`` on, is added to these ``rows``
-    of it or, if ``along`` is 1, to these columns.
-
-    ``matrix`` is the matrix's number in a weight that is a stack.
-    """
+    """A summand for a matrix of a weight: a part of the output of an expert's product."""
 
     product: Product
     expert: int
     matrix: int
+    """The matrix's number in a weight that is a stack."""
     along: int
+    """0: it is added to rows, 1: to columns."""
     rows: range
+    """The rows or columns that it is added to."""
     at: int
+    """The first of the product's outputs that are added."""
 
 
 Changes = tuple[Mapping[str, Sequence[Term]], Mapping[str, Tensor]]

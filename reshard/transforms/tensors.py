@@ -123,17 +123,16 @@ def file_of(path: FilePath, root: FilePath, stamp: Stamp) -> Remote:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The functions that compute weights: ``scales`` and ``numbers`` dequantize, ``block_scales`` and ``codes``
-    quantize, ``sums`` adds an adapter.
-
-    verify has its own.
-    """
+    """The functions that compute weights. verify has its own."""
 
     scales: Callable[[memoryview, str, Grid], NDArray[Any]] = scales_from
+    """Dequantizes, with ``numbers``."""
     numbers: Callable[[NDArray[np.uint8], int, Grid, NDArray[Any]], NDArray[np.uint16]] = dequantize
     block_scales: Callable[[memoryview, str, int], NDArray[np.float32]] = scales_of
+    """Quantizes, with ``codes``."""
     codes: Callable[[memoryview, str, int, NDArray[np.float32]], tuple[NDArray[np.uint8], Error]] = codes_of
     sums: Callable[[NDArray[Any], str, NDArray[np.float64], NDArray[np.float64]], NDArray[Any]] = sums
+    """Adds an adapter."""
 
     def read(self, file: Remote, begin: int, end: int) -> memoryview:
         """Bytes of a file, which may be computed. Raises CheckpointError, MismatchError."""
@@ -152,15 +151,14 @@ ARITHMETIC = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The origin of a tensor's bytes. ``read`` returns those from one offset to another, and raises ReshardError.
-
-    ``files`` are read; the first is the file in whose place the tensor stands. ``plain`` is everything else that the
-    bytes follow from, as JSON.
-    """
+    """The origin of a tensor's bytes."""
 
     read: Callable[[Arithmetic, int, int], Buffer]
+    """Returns the bytes from one offset to another; raises ReshardError."""
     files: Sequence[Remote]
+    """The files that are read; the tensor stands in the place of the first."""
     plain: object
+    """Everything else that the bytes follow from, as JSON."""
 
 
 def part(file: Remote, offset: int) -> Content:

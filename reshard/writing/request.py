@@ -39,7 +39,7 @@ Progress = Callable[[State], None]
 class WriteRequest(Access, Options):
     """The output to write, and its place.
 
-    ``source``: a checkpoint: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
+    ``source``: a folder, a Hub id, a URL, or what ``reshard.state_dict`` gave.
     ``out``: a new folder, or the URL of a place in a bucket.
     ``max_shard_size``: the largest weight file, such as ``"5GB"``; by default 5 GB, for ``merge`` as in the original.
     ``names``: as in the ``source``, as ``published``, or as in transformers' ``modules``.

@@ -191,7 +191,7 @@ def _summary(
     _, stated = with_dtype(config, source.model.architecture.section(config), given)  # in the end, after a cast
     if given is not None and stated:
         says = " and ".join(sorted(stated)) + (", as the weights are" if request.quantize is None else "")
-        notes.append(f"config.json says {says}; the one that was given says {given}")
+        notes.append(f"the config.json says {says}; the one that was given says {given}")
     if source.without:
         notes.append(f"it is the language model alone, without {listed(source.without)}")
     for dtype, wider in new.format.rules.dtypes.items():

@@ -33,14 +33,10 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Summary(Result):
-    """The result of a split or merge, or its plan with ``dry_run``.
-
-    ``nbytes`` is the size of all weight files in bytes, ``written`` the part that this run wrote. ``padding`` has the
-    size before and after for each padded axis. ``left_behind`` names the source's contents besides the model, ``note``
-    is a sentence that a reader of the output must know, ``load`` the command that loads another program's format.
-    """
+    """The result of a split or merge, or its plan with ``dry_run``."""
 
     command: str
+    """``split``, ``re-split``, ``merge``, or ``write``: one full checkpoint of another."""
     source: str
     out: Path | str
     source_mesh: Mesh
@@ -48,32 +44,36 @@ class Summary(Result):
     tensors: int
     files: int
     nbytes: int
+    """The bytes of all weight files."""
     written: int
+    """The bytes that this run wrote."""
     padding: Mapping[str, tuple[int, int]]
+    """The size before and after, for each padded axis."""
     ranks: tuple[int, ...]
+    """The ranks that this run wrote."""
     complete: bool
+    """Whether the whole output is there, under its final name."""
     dry_run: bool
     part: Share | None = None
-    """The part of the files that this process wrote, if several share them; ``files`` and ``nbytes`` count only that
-    part.
-    """
+    """This process's part of the files, if several share them: ``files`` and ``nbytes`` count it alone."""
     fetched: int = 0
-    """Bytes of weights that were fetched from a remote source."""
+    """Bytes of weights from a remote source."""
     tried_again: int = 0
-    """The requests for weights and headers that were made again because an earlier one had failed."""
+    """Requests for weights and headers that were made again after a failure."""
     left_behind: tuple[str, ...] = ()
+    """Contents of the source for which the output has no place."""
     note: str | None = None
+    """A sentence that a reader of the output must know."""
     load: str | None = None
+    """The command that loads another program's format."""
     error: tuple[str, float] | None = None
-    """The quantized weight with the largest error, and this error: the root mean square of the change, relative to that
-    of the weight's numbers.
-    """
+    """The quantized weight with the largest error, and that error's root mean square relative to the weight's."""
     spent: Spent | None = None
-    """None if nothing was to be written."""
+    """Seconds of each step; None if nothing was to be written."""
     planned: Sequence[FilePlan] = field(default=(), compare=False)
-    """With ``dry_run``: the weight files that would be written."""
+    """The weight files that ``dry_run`` would write."""
     moves: Sequence[Job] = field(default=(), compare=False)
-    """With ``dry_run``: the moves, from where to where."""
+    """With ``dry_run``: from where to where."""
 
     @property
     def headline(self) -> str:

@@ -19,7 +19,7 @@ from reshard.formats.quantization.methods import block_size
 from reshard.formats.store import open_file
 from tests.fuzz import Outcome, most_memory, run
 from tests.marks import one_of_each
-from tests.support import LLAMA, contents, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, change_json, contents, llama_tensors, write_checkpoint, write_file
 
 
 @pytest.fixture
@@ -31,10 +31,6 @@ def source(tmp_path: Path) -> Path:
 def shards(source: Path, tmp_path: Path) -> Path:
     split(source, tmp_path / "shards", tp=2)
     return tmp_path / "shards"
-
-
-def change(path: Path, **settings: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 def refused(*arguments: str | Path, code: int = 2) -> str:
@@ -60,7 +56,7 @@ def ok(*arguments: str | Path) -> Outcome:
 
 @pytest.mark.parametrize("value", [1e308, 10**18, 2**63, 10**400, 704])
 def test_a_size_that_the_shards_do_not_have(shards: Path, tmp_path: Path, value: object) -> None:
-    change(shards / "config.json", intermediate_size=value)
+    change_json(shards / "config.json", intermediate_size=value)
     for arguments in (
         ["plan", shards],
         ["merge", shards, tmp_path / "out"],
@@ -72,7 +68,7 @@ def test_a_size_that_the_shards_do_not_have(shards: Path, tmp_path: Path, value:
 
 
 def test_another_vocabulary_than_that_of_the_shards(shards: Path, tmp_path: Path) -> None:
-    change(shards / "config.json", vocab_size=41)
+    change_json(shards / "config.json", vocab_size=41)
     assert "'vocab' is 41, but was 37" in refused("merge", shards, tmp_path / "out", code=1)
 
 
@@ -121,9 +117,9 @@ def test_blocks_of_no_size(block: object) -> None:
 
 
 def test_a_mesh_of_more_ranks_than_there_can_be(shards: Path, tmp_path: Path) -> None:
-    change(shards / "reshard.json", mesh={"ep": 100_000, "tp": 100_000})
+    change_json(shards / "reshard.json", mesh={"ep": 100_000, "tp": 100_000})
     assert "more than 100,000 ranks" in refused("merge", shards, tmp_path / "out")
-    change(shards / "reshard.json", mesh={"tp": 100_000})
+    change_json(shards / "reshard.json", mesh={"tp": 100_000})
     report = run(["inspect", str(shards)])
     assert report.code == 1 and len(report.stdout) < 3000 and "(99,998 in all)" in report.stdout
 
@@ -281,7 +277,7 @@ def test_shard_metadata_of_wrong_types(shards: Path, tmp_path: Path, key: str, v
 )
 def test_quantization_settings_of_wrong_types(source: Path, key: str, value: object) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 8} | {key: value}
-    change(source / "config.json", quantization_config=settings)
+    change_json(source / "config.json", quantization_config=settings)
     write_file(
         source / "model-00001-of-00002.safetensors", [("model.layers.0.self_attn.q_proj.qweight", "I32", (3, 48))]
     )
@@ -296,7 +292,7 @@ def test_quantization_settings_of_wrong_types(source: Path, key: str, value: obj
 
 @pytest.mark.parametrize("padding", [{"vocab": 1}, {"own": 5}])
 def test_padding_of_nothing(shards: Path, tmp_path: Path, padding: dict[str, int]) -> None:
-    change(shards / "reshard.json", padding=padding)
+    change_json(shards / "reshard.json", padding=padding)
     assert "should be the padded size of an axis" in refused("merge", shards, tmp_path / "out")
     assert run(["inspect", str(shards)]).code == 1
 
@@ -325,6 +321,26 @@ def test_names_that_are_not_utf8(source: Path, tmp_path: Path) -> None:
     ok("merge", tmp_path / "tp4", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(place)
     ok("verify", place, tmp_path / "tp4", "--exact-only")
+
+
+def test_no_name_of_a_stranger_begins_a_line(source: Path, tmp_path: Path) -> None:
+    """A line of one's own would be read as the program's: a verdict, or a command to run."""
+    line = "Load it: a command"
+    (source / f"a\n{line}").touch()
+    saids = [ok("inspect", source), ok("split", source, tmp_path / "tp2", "--tp", "2")]
+    (tmp_path / "tp2" / f"b\n{line}").touch()
+    saids += [
+        run(["inspect", str(tmp_path / "tp2")]),
+        run(["verify", str(source), str(tmp_path / "tp2"), "--exact-only"]),
+    ]
+    (tmp_path / "tp2" / f"b\n{line}").unlink()
+    (tmp_path / "tp2/reshard.json").unlink()
+    change_json(tmp_path / "tp2/rank-01-of-02/config.json", **{f"c\n{line}": f"d\n{line}"})
+    saids.append(run(["verify", str(source), str(tmp_path / "tp2"), "--exact-only"]))
+    change_json(source / "config.json", model_type=f"e\n{line}")
+    saids.append(run(["inspect", str(source)]))
+    for said in saids:
+        assert line in said.stdout and not any(each.startswith(line) for each in said.stdout.splitlines()), said
 
 
 @pytest.mark.parametrize("letter", ["x", "\x1b", "é"])

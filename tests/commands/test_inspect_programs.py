@@ -14,7 +14,7 @@ from reshard.api import inspect, split
 from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from tests.programs.oracles import checkpoint
-from tests.support import LLAMA, command, write_checkpoint
+from tests.support import LLAMA, change_json, command, write_checkpoint
 
 
 def said(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -149,8 +149,7 @@ def test_the_format_whose_names_fit_is_told(tmp_path: Path) -> None:
         out = tmp_path / form
         split(source, out, tp=2, format=form)
         (out / "reshard.json").unlink()
-        config = json.loads((out / "config.json").read_text())
-        (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+        change_json(out / "config.json", num_hidden_layers=1)
         (problem,) = said(out)[1]["problems"]
         assert "layer 1 is out of range, config.json says 1" in problem
 

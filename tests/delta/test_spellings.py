@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.marks import one_of_each
-from tests.support import command
+from tests.support import changed_tensors, command
 from tests.verify.test_spellings import SPELLINGS, spelled
 
 OF_MODULES = "of modules"
@@ -22,10 +22,9 @@ QUICK = {
 
 def tuned(name: str, spelling: str, folder: Path) -> Path:
     """The same model after some training: one number of each tensor is another."""
-    state = load_file(spelled(name, spelling, folder) / "model.safetensors")
-    for tensor in state.values():
-        tensor.view(-1)[0] += 1
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with changed_tensors(spelled(name, spelling, folder) / "model.safetensors") as state:
+        for tensor in state.values():
+            tensor.view(-1)[0] += 1
     return folder
 
 

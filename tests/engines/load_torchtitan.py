@@ -11,7 +11,6 @@ something differs.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import traceback
@@ -31,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from reshard.api import merge, split
 from reshard.live.parameters import slices_of
 from tests import zoo
+from tests.support import change_json
 
 MODELS = (
     "llama-heads",
@@ -221,7 +221,7 @@ def _check(name: str, root: Path) -> list[str]:
     original = root / "original"
     zoo.save(name.removesuffix("-heads"), original, settings=SETTINGS.get(name))
     config_file = original / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | SETTINGS.get(name, {})))
+    change_json(config_file, **SETTINGS.get(name, {}))
     split(original, root / "titan", tp=2, format="torchtitan")
     config = AutoConfig.from_pretrained(original)
     model = _build(config)

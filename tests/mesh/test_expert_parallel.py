@@ -95,7 +95,7 @@ def test_degrees(tmp_path):
     with pytest.raises(PlanError, match="over the same ranks both have the same degree"):
         split(source, tmp_path / "out", tp=2, ep=3, same_ranks=True)
     dense = write_checkpoint(tmp_path / "dense")
-    with pytest.raises(PlanError, match="ep=2 is not possible: the plan splits no axis over ep"):
+    with pytest.raises(PlanError, match="ep=2 is not possible: the rules of 'llama' split nothing over ep"):
         split(dense, tmp_path / "out", ep=2)
 
 

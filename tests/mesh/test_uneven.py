@@ -30,6 +30,7 @@ from tests.source.test_quantized import CASES, PACKINGS, checkpoint, dequantize,
 from tests.support import (
     LLAMA,
     assert_boxes_make_up_the_tensors,
+    change_json,
     change_tensor,
     command,
     contents,
@@ -326,8 +327,7 @@ def test_bytes_of_the_smallest_rank_are_compared(mxfp4, tmp_path):
     found = compare(open_source(mxfp4), open_source(tmp_path / "out"))
     assert found.first is not None and (found.first.tensor, found.first.rank) == (name, 7)
     assert found.first.index == (1, 0, 14, 3)
-    document = json.loads((folder(tmp_path / "out", 7, 8) / "config.json").read_text())
-    (folder(tmp_path / "out", 7, 8) / "config.json").write_text(json.dumps({**document, "intermediate_size": 64}))
+    change_json(folder(tmp_path / "out", 7, 8) / "config.json", intermediate_size=64)
     (tmp_path / "out/reshard.json").unlink()  # it knows the size of the file
     (wrong,) = compare(open_source(mxfp4), open_source(tmp_path / "out")).configs
     assert str(wrong) == "rank-07-of-08/config.json: 'intermediate_size' is 64, expected 32"

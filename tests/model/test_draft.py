@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests import zoo
 from tests.marks import one_of_each
-from tests.support import LLAMA, llama_tensors, write_checkpoint
+from tests.support import LLAMA, change_json, llama_tensors, write_checkpoint
 from tests.test_cli import ok, refused, run
 from tests.zoo import save
 
@@ -37,8 +36,7 @@ def _renamed(name: str, folder: Path) -> tuple[Path, Model]:
     """A checkpoint of a type that nobody knows, and its model by its own rules."""
     save(name, folder)
     built_in = open_any(folder, Access(), Weights.HEADERS).model
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "nobody_knows"}))
+    change_json(folder / "config.json", model_type="nobody_knows")
     return folder, built_in
 
 

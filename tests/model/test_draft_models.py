@@ -16,7 +16,7 @@ from reshard.formats.errors import CheckpointError
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import remote, store
-from tests.support import contents
+from tests.support import changed_tensors, contents
 
 Rename = Callable[[str], str | None]
 NEXTN = {"num_hidden_layers": 1, "architectures": ["DeepseekV3ForCausalLMNextN"]}
@@ -102,10 +102,9 @@ def test_a_draft_whose_ends_are_the_models_is_whole(name: str, tmp_path: Path) -
 def test_the_tokens_of_a_draft_are_the_same_on_every_rank(tmp_path: Path) -> None:
     """What has whole numbers and truth values in it is kept as it is, and the head's rows are dealt."""
     draft = apart("speculators_eagle3", tmp_path / "draft", lambda key: key)
-    tensors = load_file(draft / "model.safetensors")
-    tensors["d2t"] = torch.arange(38) * 2
-    tensors["t2d"] = torch.arange(101) % 3 == 0
-    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+    with changed_tensors(draft / "model.safetensors") as tensors:
+        tensors["d2t"] = torch.arange(38) * 2
+        tensors["t2d"] = torch.arange(101) % 3 == 0
     split(draft, tmp_path / "out", tp=4)
     parts = [load_file(tmp_path / "out" / f"rank-{rank:02d}-of-04" / "model.safetensors") for rank in range(4)]
     assert all(torch.equal(part[key], tensors[key]) for part in parts for key in ("d2t", "t2d"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from safetensors.torch import load_file, save_file
 
 from reshard.formats.errors import PlanError
 from reshard.formats.mesh import Mesh
@@ -20,6 +19,7 @@ from reshard.model.model import FullTensor
 from reshard.source.opening import open_source
 from tests import remote
 from tests.published import PUBLISHED, full_tensors
+from tests.support import changed_tensors
 from tests.test_cli import ok, run
 
 
@@ -87,8 +87,9 @@ def unquantized(tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor for name, tensor in tensors.items() if "scale" not in name}, folder / "model.safetensors")
+    with changed_tensors(folder / "model.safetensors") as tensors:
+        for name in [name for name in tensors if "scale" in name]:
+            del tensors[name]
     return folder
 
 
@@ -113,9 +114,9 @@ def test_the_answer_is_a_line_of_a_plan_file(chosen: int, rows: list[tuple[int, 
 
 def test_a_plan_is_saved_where_a_tensor_has_no_rule(tmp_path: Path):
     folder, mine = remote.save("llama_bidirec", tmp_path / "source"), tmp_path / "mine.toml"
-    tensors = load_file(folder / "model.safetensors")
-    norm = next(tensor for name, tensor in tensors.items() if name.endswith("norm.weight"))
-    save_file({**tensors, "model.extra.weight": norm.clone()}, folder / "model.safetensors")
+    with changed_tensors(folder / "model.safetensors") as tensors:
+        norm = next(tensor for name, tensor in tensors.items() if name.endswith("norm.weight"))
+        tensors["model.extra.weight"] = norm.clone()
     asked = run("plan", folder, "--save", mine)
     assert asked.returncode == 2 and "'model.extra.weight'" in asked.stderr and "has no rule" in asked.stderr
     mine.write_text(mine.read_text().replace("[tensors]\n", '[tensors]\n"model.extra.weight" = "hidden"\n'))

@@ -17,7 +17,7 @@ from reshard.store.selection import Weights
 from reshard.transforms.opening import open_any
 from tests.marks import of_ranks, thorough
 from tests.store import checkpoint
-from tests.support import write_checkpoint
+from tests.support import change_json, write_checkpoint
 from tests.test_cli import document, refused, run
 
 # by degree: models for which transformers has no plan, one that gathers more, one that fails, and some that are fine
@@ -133,7 +133,6 @@ def test_refusals(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model")
     assert "--tp 3 is not possible" in refused("plan", folder, "--tp-plan", "--tp", "3")
     assert "goes with --tp alone" in run("plan", folder, "--tp-plan", "--ep", "2").stderr
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
     with pytest.raises(PlanError, match="quantized"):
         plan_of(folder, 2)

@@ -89,7 +89,7 @@ def test_a_split_for_a_program_has_the_dtype_too(tmp_path: Path) -> None:
     done = command("split", run, tmp_path / "out", "--tp", "2", "--as", "vllm", "--config", given, "--json")
     assert done.returncode == 0, done
     assert json.loads(done.stdout)["note"] == (
-        "config.json says bfloat16, as the weights are; the one that was given says float32"
+        "the config.json says bfloat16, as the weights are; the one that was given says float32"
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     split(original, tmp_path / "direct", tp=2, format="vllm")

@@ -31,7 +31,7 @@ from tests.marks import of_ranks, one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.routes import SOURCES
 from tests.stores.store_server import StoreServer
-from tests.support import command, contents, write_checkpoint
+from tests.support import change_json, command, contents, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -428,8 +428,7 @@ def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
     folder = recorded("fsdp_tp", tmp_path)
-    config = json.loads((folder / "hf" / "config.json").read_text())
-    (folder / "hf" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    change_json(folder / "hf" / "config.json", num_key_value_heads=1)
     done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf")
     assert done.returncode == 1 and not (tmp_path / "merged").exists()
 

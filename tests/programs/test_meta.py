@@ -19,7 +19,7 @@ from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.source.opening import open_source
 from reshard.store.hub import weight_files
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
-from tests.support import LLAMA, contents, write_checkpoint
+from tests.support import LLAMA, change_json, contents, write_checkpoint
 
 OWN_HEADS = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 """The sizes of a small Llama whose heads fill the width, as Meta's do."""
@@ -44,8 +44,7 @@ def _params(folder: Path) -> dict[str, Any]:
 def _changed(model: str, path: Path, **settings: object) -> Path:
     """A copy of a fixture's checkpoint with other settings."""
     shutil.copytree(checkpoint("meta", model), path)
-    config = json.loads((path / "config.json").read_text()) | settings
-    (path / "config.json").write_text(json.dumps(config))
+    change_json(path / "config.json", **settings)
     return path
 
 

@@ -17,7 +17,7 @@ from reshard.verify.api import verify
 from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
-from tests.support import command, contents
+from tests.support import change_json, command, contents
 from tests.verify.faults import sign
 
 RECORDED = recorded()
@@ -155,8 +155,7 @@ def test_other_settings_are_refused(method: str, settings: dict[str, object], wh
 
 def test_a_model_type_that_was_not_compared(tmp_path: Path) -> None:
     source = make(tmp_path / "source", "qwen3", "fp8-block")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "exaone4"}))
+    change_json(source / "config.json", model_type="exaone4")
     with pytest.raises(PlanError, match="was not compared for this model type"):
         split(source, tmp_path / "out", tp=2, format="vllm")
 

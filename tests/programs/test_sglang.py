@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from reshard.api import merge, split
 from reshard.formats.errors import MismatchError, PlanError
@@ -18,6 +17,7 @@ from reshard.source.opening import open_source
 from tests import store
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
+from tests.support import change_json, changed_tensors
 
 pytestmark = thorough
 
@@ -121,10 +121,8 @@ def test_a_folder_is_recognised_as_what_it_is(form: str, model: str, tmp_path: P
 def test_what_is_wrong_is_said_of_the_format_that_it_is(tmp_path: Path) -> None:
     split(checkpoint("vllm", "llama"), tmp_path / "out", tp=2, format="vllm")
     (tmp_path / "out" / "reshard.json").unlink()
-    file = tmp_path / "out" / "model-rank-1-part-0.safetensors"
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file)
+    with changed_tensors(tmp_path / "out" / "model-rank-1-part-0.safetensors") as tensors:
+        del tensors["model.norm.weight"]
     with pytest.raises(MismatchError, match=r"tensor 'model.norm.weight' is missing in the files of rank 1"):
         open_source(tmp_path / "out")
 
@@ -181,8 +179,7 @@ def test_it_is_refused(model: str, settings: dict[str, Any], why: str, tmp_path:
     import shutil
 
     shutil.copytree(checkpoint("vllm", model), tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | settings
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "model" / "config.json", **settings)
     with pytest.raises(PlanError, match=why):
         split(tmp_path / "model", tmp_path / "out", tp=2, format="sglang")
 

@@ -21,7 +21,7 @@ from reshard.profile.processes import run_processes
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import of_ranks, one_of_each, thorough
-from tests.support import command, contents
+from tests.support import change_json, command, contents
 from tests.zoo import class_of
 
 FORMAT = format_of("transformers")
@@ -231,9 +231,7 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     copy.mkdir()
     for file in original.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (copy / "config.json").write_text(json.dumps(config))
+    change_json(copy / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     done = command("split", copy, tmp_path / "out", "--tp", "2", "--as", "transformers")
     assert done.returncode == 2
     assert "transformers loads no quantized checkpoint from such a folder" in done.stderr

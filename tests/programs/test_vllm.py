@@ -22,7 +22,7 @@ from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read
 from tests import store, zoo
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
-from tests.support import command, contents
+from tests.support import change_json, changed_tensors, command, contents
 from tools.vllm_names import DIGITS, FIXTURE, OBSERVED, REGISTRY, UNCOMPARED, UNTIED, hashes_of, held_in, make, shown
 
 FORMAT = format_of("vllm")
@@ -96,8 +96,7 @@ def test_the_way_back_restores_every_byte(name: str, tmp_path: Path) -> None:
 def _with(folder: Path, out: Path, **settings: Any) -> Path:
     """A checkpoint with other entries in config.json."""
     shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, **settings}))
+    change_json(out / "config.json", **settings)
     return out
 
 
@@ -154,11 +153,10 @@ def test_a_degree_that_was_not_compared_is_refused() -> None:
 def test_a_tensor_that_no_compared_model_had_is_refused(tmp_path: Path) -> None:
     """A bias beside a weight: vLLM may have a place for it, or not."""
     source = shutil.copytree(_numbered("bitnet"), tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors |= {f"model.layers.{layer}.self_attn.o_proj.bias": tensors["model.norm.weight"] for layer in range(3)}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    with changed_tensors(source / "model.safetensors") as tensors:
+        norm = tensors["model.norm.weight"]
+        tensors |= {f"model.layers.{layer}.self_attn.o_proj.bias": norm.clone() for layer in range(3)}
+    change_json(source / "config.json", attention_bias=True)
     with pytest.raises(PlanError, match=r"o_proj.bias' has no place in the format 'vllm': no model that was compared"):
         split(source, tmp_path / "out", tp=2, format="vllm")
 

@@ -21,7 +21,7 @@ from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
 from tests.model.test_remote_code import saved
-from tests.support import LLAMA, Tensor, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, Tensor, change_json, llama_tensors, write_checkpoint, write_file
 from tests.support import command as run
 
 MIXTRAL: dict[str, Any] = {
@@ -324,8 +324,7 @@ def test_a_config_of_more_experts_than_numbers_are_stored_is_refused_at_once(tmp
     """Where experts are one tensor of Hugging Face's, and one each in another program."""
     split(zoo.save("gpt_oss", tmp_path / "model"), tmp_path / "vllm", format="vllm")
     (tmp_path / "vllm/reshard.json").unlink()
-    config = json.loads((tmp_path / "vllm/config.json").read_text())
-    (tmp_path / "vllm/config.json").write_text(json.dumps(config | {"num_local_experts": 2_000_000_000}))
+    change_json(tmp_path / "vllm/config.json", num_local_experts=2_000_000_000)
     with pytest.raises(CheckpointError, match=r"config\.json|is none that the format"):
         open_source(tmp_path / "vllm")
 
@@ -340,8 +339,7 @@ def test_a_config_of_more_experts_than_numbers_are_stored_is_refused_at_once(tmp
 def test_inspect_calls_nothing_complete_that_split_refuses(setting: dict[str, Any], tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     assert inspect(source).complete
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | setting))
+    change_json(source / "config.json", **setting)
     with pytest.raises(ReshardError) as refusal:
         split(source, tmp_path / "out", tp=1)
     assert inspect(source).problems == [refusal.value.message]

@@ -23,7 +23,7 @@ from reshard.source.lora import META, apart
 from tests import peft_adapters, store, zoo
 from tests.marks import examples, one_of_each
 from tests.programs.test_trainer_laws import save_fsdp, save_zero
-from tests.support import command
+from tests.support import change_json, command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -303,8 +303,7 @@ def test_inspect_and_verify_call_it_by_its_name(tmp_path: Path) -> None:
 def test_settings_that_are_wrong_are_named(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     adapter = peft_adapters.made("llama", "linear")
     run, given = run_of("dcp", tmp_path / "run", state_of("llama", adapter), "llama", adapter)
-    settings = json.loads((run / ADAPTER_CONFIG).read_text()) | changed
-    (run / ADAPTER_CONFIG).write_text(json.dumps(settings))
+    change_json(run / ADAPTER_CONFIG, **changed)
     with pytest.raises(ReshardError, match=said):
         merge(run, tmp_path / "no", **given)
     assert command("inspect", run).returncode == 0 and not (tmp_path / "no").exists()

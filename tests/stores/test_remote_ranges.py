@@ -37,7 +37,7 @@ from tests.marks import thorough
 from tests.source.test_quantized import checkpoint as quantized
 from tests.stores.hub_server import HubServer
 from tests.stores.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
-from tests.support import LLAMA, command, contents, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, change_json, command, contents, llama_tensors, write_checkpoint, write_file
 from tests.transforms.test_adapters import adapter
 
 pytestmark = thorough
@@ -611,9 +611,10 @@ def test_errors_name_what_the_user_named(
 def test_custom_code_behind_a_url_comes_along(store: StoreServer, run: Run, checkpoint: Path, tmp_path: Path) -> None:
     upload(checkpoint, store, "llama")
     folder = store.root / "llama"
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModel": "modeling_own.Own", "AutoConfig": ["configuration_own.OwnConfig", None]}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(
+        folder / "config.json",
+        auto_map={"AutoModel": "modeling_own.Own", "AutoConfig": ["configuration_own.OwnConfig", None]},
+    )
     tokenizer = {"vocab_file": "own.model", "merges_file": None, "extra_file": "../config.json"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     for name in ("modeling_own.py", "configuration_own.py", "own.model"):

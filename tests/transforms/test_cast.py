@@ -27,7 +27,7 @@ from reshard.verify.api import verify
 from reshard.verify.bytes.reading import cast as proof
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
-from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint
+from tests.support import LLAMA, change_tensor, changed_tensors, command, contents, write_checkpoint
 
 ONE = {"workers": 1}
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -241,9 +241,8 @@ def test_a_name_that_is_no_dtype(tmp_path: Path) -> None:
 def test_a_weight_that_would_become_infinite(tmp_path: Path) -> None:
     """An infinite weight is no model: nothing is written."""
     zoo.save("llama-biases", tmp_path / "model")
-    tensors = load_file(tmp_path / "model/model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 65520.0
-    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with changed_tensors(tmp_path / "model/model.safetensors") as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 65520.0
     done = command("split", "model", "out", "--tp", "2", "--dtype", "fp16", cwd=tmp_path)
     assert done.returncode == 1 and not (tmp_path / "out").exists()
     assert done.stderr.splitlines()[-2:] == [

@@ -41,7 +41,7 @@ from tests.marks import one_of_each, thorough
 from tests.source.test_quantized import PACKINGS, checkpoint, read, write
 from tests.source.test_quantized import dequantize as by_definition
 from tests.stores.store_server import StoreServer
-from tests.support import command, contents
+from tests.support import change_json, changed_tensors, command, contents
 
 ONE = {"workers": 1}
 BLOCK = 16, 32
@@ -387,8 +387,7 @@ def test_what_changes_while_it_is_opened_is_not_kept(
 
     def racing(path: Path, *read: object) -> object:
         found = plain(path, *read)
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+        change_json(copy / "config.json", rope_theta=5e5)
         return found
 
     with monkeypatch.context() as patched:
@@ -465,11 +464,10 @@ def test_a_model_in_float16_is_refused(what: str, source: Path, tmp_path: Path) 
     copy = shutil.copytree(source, tmp_path / "copy")
     if what == "a tensor":
         file = next(at for at in copy.glob("*.safetensors") if "model.norm.weight" in read_header(at).tensors)
-        tensors = load_file(file)
-        save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].half()}, file, {"format": "pt"})
+        with changed_tensors(file) as tensors:
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
     else:
-        config = json.loads((copy / "config.json").read_text()) | {"dtype": "float16"}
-        (copy / "config.json").write_text(json.dumps(config))
+        change_json(copy / "config.json", dtype="float16")
     with pytest.raises(ReshardError, match=r"F16, but|says float16, but") as error:
         dequantized(copy, tmp_path)
     assert error.value.hint

@@ -29,7 +29,7 @@ from reshard.transforms.adapter import add_adapter
 from reshard.verify.bytes import reading as proof
 from tests import peft_adapters, store
 from tests.marks import one_of_each
-from tests.support import command, contents
+from tests.support import change_json, command, contents
 from tests.transforms.test_cast import TORCH, bits
 from tests.transforms.test_dequantize import quantized
 
@@ -282,8 +282,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
     settings, message = REFUSED[case]
     adapter = tmp_path / "adapter"
     shutil.copytree(peft_adapters.made("mixtral", "experts"), adapter)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | settings))
+    change_json(adapter / "adapter_config.json", **settings)
     with pytest.raises(ReshardError, match=message):
         merge(store.checkpoint("mixtral"), tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
@@ -443,8 +442,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         merge(store.checkpoint("llama"), tmp_path / "out", adapter=experts)
     embeddings = peft_adapters.made("llama", "embeddings")
     tied = without(store.checkpoint("llama"), tmp_path / "tied", "nothing")
-    config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tied / "config.json").write_text(json.dumps(config))
+    change_json(tied / "config.json", tie_word_embeddings=True)
     alone = shutil.copytree(embeddings, tmp_path / "alone")
     kept = {
         name: each for name, each in load_file(alone / "adapter_model.safetensors").items() if "lm_head" not in name

@@ -162,7 +162,8 @@ def test_bytes_alone(model: Path) -> None:
 def test_what_could_not_be_run_is_no_difference(model: Path) -> None:
     done = verify(model / "full", model / "shards", "--prompt", "hello")
     assert done.returncode == 2
-    assert done.stderr.startswith("Error: ") and "no tokenizer for a prompt" in done.stderr  # no byte was compared
+    assert done.stderr.startswith("Error: ")  # no byte was compared
+    assert "\nHint: add one, or drop --prompt" in done.stderr
     assert done.stdout == "UNCHECKED\n"
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reshard.source.opening import open_source
@@ -18,6 +16,7 @@ from reshard.verify.rank.layers import vocab_parallel
 from reshard.verify.rank.trace import Places, inputs_of, random_ids, run, running
 from tests import store, zoo
 from tests.marks import thorough
+from tests.support import changed_tensors
 from tests.verify.forwards import run_forwards
 from tests.verify.test_forward import QUICK, WITH_GRADIENTS, run_all, show
 
@@ -89,17 +88,11 @@ def test_a_fault_of_either_side_is_seen_where_it_is(tmp_path: Path) -> None:
         original, shards = pair(name, 2)
         shutil.copytree(shards.path, tmp_path / str(i))
         file = tmp_path / str(i) / "rank-01-of-02" / "model.safetensors"
-        tensors = load_file(file)
-        turned = tensors[tensor].flip(*range(tensors[tensor].dim()))
-        save_file({**tensors, tensor: turned.contiguous()}, file, metadata=_metadata(file))
+        with changed_tensors(file) as tensors:
+            tensors[tensor] = tensors[tensor].flip(*range(tensors[tensor].dim())).contiguous()
         pairs.append((original, open_source(tmp_path / str(i))))
     for (name, tensor, first), report in zip(cases, run_forwards(pairs, QUICK), strict=True):
         assert report.first == first, (name, tensor, show(report)[:3])
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    with safe_open(file, "pt") as opened:
-        return dict(opened.metadata())
 
 
 # -------------------------------------------------------------------------------------------------- what a model takes

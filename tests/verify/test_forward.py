@@ -27,6 +27,7 @@ from reshard.verify.forward.noise import SURE
 from reshard.verify.rank.group import RankError
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
+from tests.support import change_json
 from tests.verify.faults import inject
 from tests.verify.forwards import run_forwards
 from tests.verify.second_opinion import logits_by_transformers, logits_of_shards
@@ -149,8 +150,7 @@ def test_the_row_of_padding_that_a_class_has_of_its_own_or_counts_from_the_end(t
     found = []
     for name, row in (("mpnet", 0), ("llama", -1)):
         original = zoo.save(name, tmp_path / name)
-        config = json.loads((original / "config.json").read_text())
-        (original / "config.json").write_text(json.dumps({**config, "pad_token_id": row}))
+        change_json(original / "config.json", pad_token_id=row)
         split(original, tmp_path / f"{name}-2", tp=2)
         found.append((open_source(original), open_source(tmp_path / f"{name}-2")))
     for report in run_forwards(found, ForwardOptions(backward=True, seq=40, draws=4)):

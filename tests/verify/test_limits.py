@@ -21,7 +21,7 @@ from reshard.verify.rank.group import RankError
 from reshard.verify.report.answer import power_in_words
 from tests import store, zoo
 from tests.marks import thorough
-from tests.support import change_tensor, command
+from tests.support import change_tensor, changed_tensors, command
 from tests.verify.faults import Shards
 from tests.verify.forwards import run_forwards
 
@@ -36,9 +36,8 @@ def pair(original: Path, tp: int = 2) -> tuple[Source, Source]:
 
 def changed(original: Path, tensor: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Path:
     """The checkpoint with one tensor that is another."""
-    file = original / "model.safetensors"
-    tensors = load_file(file)
-    save_file(tensors | {tensor: by(tensors[tensor])}, file, metadata={"format": "pt"})
+    with changed_tensors(original / "model.safetensors") as tensors:
+        tensors[tensor] = by(tensors[tensor])
     return original
 
 

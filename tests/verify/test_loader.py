@@ -253,7 +253,7 @@ def test_the_answer_names_the_witness(tmp_path: Path) -> None:
         (
             "llama",
             {"tp": 2, "format": "vllm"},
-            "the format 'vllm' as compared with vLLM 0.32.0 for this model type, which",
+            "the format 'vllm' as compared with vLLM 0.32.0 for this model type earlier: no program was asked now.",
         ),
         ("gpt2", {"tp": 2}, "no forward pass; ranks' sizes from split."),
         ("llama", {"tp": 2, "format": "sglang"}, "the format 'sglang' by reshard's lines alone: no program was asked."),

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import split
-from reshard.formats.files.safetensors import read_header
 from reshard.source.opening import open_source
 from reshard.verify.api import verify
 from reshard.verify.forward.compare import prepare, run_forward
@@ -22,7 +21,7 @@ from reshard.verify.forward.noise import LIMIT, SURE, Distance, measure, noise_o
 from reshard.verify.rank.trace import Places, run
 from tests import store, zoo
 from tests.marks import one_of_each
-from tests.support import trained_checkpoint
+from tests.support import changed_tensors, trained_checkpoint
 
 
 class _Casts(torch.nn.Module):
@@ -176,10 +175,8 @@ def test_float32_decides_that_it_is_a_fault(tmp_path: Path) -> None:
     """As if bytes were equal and the rules wrong: what is a little more than rounding in 16 bits is much more there."""
     split(original := store.checkpoint("llama", "bfloat16"), tmp_path / "out", tp=2)
     for rank in (0, 1):
-        path = tmp_path / f"out/rank-0{rank}-of-02/model.safetensors"
-        tensors = load_file(path)
-        tensors["model.layers.1.input_layernorm.weight"] *= 1.08
-        save_file(tensors, path, metadata=dict(read_header(path).metadata))
+        with changed_tensors(tmp_path / f"out/rank-0{rank}-of-02/model.safetensors") as tensors:
+            tensors["model.layers.1.input_layernorm.weight"] *= 1.08
     job = prepare(open_source(original), open_source(tmp_path / "out"), ForwardOptions())
     assert LIMIT < max(row.ratio for row in run_job(job).layers) < SURE
     found = run_job(replace(job, has_equal_bytes=True))

@@ -27,7 +27,7 @@ from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_fo
 from reshard.verify.rank.group import RankError
 from tests import zoo
 from tests.marks import of_ranks, thorough
-from tests.support import command
+from tests.support import change_json, command
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.forwards import run_forwards
@@ -299,7 +299,7 @@ def test_a_plan_that_is_another_and_right(model: Callable[[str], Path], tmp_path
     report = run_forward(original, shards, QUICK)
     assert report.is_same and report.cut == ("model.embed_tokens.weight",), report.verdict
     config = shards.path / "rank-01-of-02" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": "small"}))
+    change_json(config, rms_norm_eps="small")
     started = time.monotonic()
     report = run_forward(original, shards, QUICK)
     assert report.failure is not None and (report.is_same, report.failure.rank) == (False, 1)
@@ -312,7 +312,7 @@ def test_what_fails_by_the_built_in_rules_is_an_error(model: Callable[[str], Pat
     split(model("bert"), tmp_path / "shards", tp=2)
     original, shards = open_source(model("bert")), open_source(tmp_path / "shards")
     config = tmp_path / "shards" / "rank-01-of-02" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chunk_size_feed_forward": 5}))
+    change_json(config, chunk_size_feed_forward=5)
     said = (
         r"rank 1 of 2 failed: the shards' model: 'bert\.encoder\.layer\.0' fails, where the original's does not: ValueE"
     )

@@ -31,7 +31,7 @@ from reshard.verify.forward.noise import LIMIT
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint
-from tests.support import LLAMA, change_tensor, command, llama_tensors, write_checkpoint
+from tests.support import LLAMA, change_json, change_tensor, command, llama_tensors, write_checkpoint
 from tests.verify.faults import read, sign
 from tests.verify.program_faults import FAULTS, ProgramShards, inject
 from tests.verify.test_exact import MEASURE
@@ -287,8 +287,7 @@ def test_files(llama: Path) -> None:
     (llama / "more.txt").write_text("")
     assert exact(llama, "llama").extra == ("more.txt",)
     (llama / "more.txt").unlink()
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    change_json(llama / "config.json", rms_norm_eps=1.0)
     assert "config.json: 'rms_norm_eps' is 1.0" in str(exact(llama, "llama").configs[0])
     (llama / "config.json").unlink()
     assert "config.json" in exact(llama, "llama").missing
@@ -334,8 +333,7 @@ def test_what_the_headers_say(llama: Path, has_manifest: bool) -> None:
 def test_the_config_file_of_the_program(tmp_path: Path) -> None:
     folder = shutil.copytree(written("llama3", format="meta"), tmp_path / "out")
     path = folder / "params.json"
-    params = json.loads(path.read_text())
-    path.write_text(json.dumps({**params, "norm_eps": 1.0}))
+    change_json(path, norm_eps=1.0)
     assert [(found.file, found.key) for found in exact(folder, "llama3", "meta").configs] == [
         ("params.json", "norm_eps")
     ]

@@ -114,20 +114,21 @@ class Block(NamedTuple):
 
 
 class HolderPart(NamedTuple):
-    """A holder's part of a tensor: its blocks, and the expected bits of elements that the original does not have.
-
-    ``use`` is the number of the stored tensor among those that have elements of this one, ``holder`` that of the rank
-    or file. ``bits`` are those of a stored element, which is a ``function`` of the original's if there is one. ``zero``
-    says that the holder has zeros there, ``stated`` which shape of a weight it states instead of the original's.
-    """
+    """A holder's part of a tensor."""
 
     use: int
+    """The number of the stored tensor, among those that have elements of this one."""
     holder: int
+    """The number of the rank or file."""
     blocks: tuple[Block, ...]
     bits: int
+    """The bits of a stored element."""
     function: str | None = None
+    """The function of the original's element that is stored."""
     zero: bool = False
+    """Whether the holder has zeros there."""
     stated: tuple[int, ...] | None = None
+    """The shape of a weight that the holder states, instead of the original's."""
 
 
 def whole(shape: Sequence[int]) -> Block:
@@ -228,16 +229,16 @@ def check_all_owned(layout: Layout) -> None:
 
 
 class Read(NamedTuple):
-    """A chunk's share of a part: blocks within the elements ``begin`` to ``end`` of the holder's tensor.
-
-    ``elements`` is the number of elements in the blocks. If it is less than ``end - begin``, other elements lie between
-    them.
-    """
+    """A chunk's share of a part."""
 
     part: int
     begin: int
+    """The first element, in the holder's tensor."""
     end: int
+    """The element behind the last."""
     elements: int
+    """The number of elements in the blocks; if it is less than all from ``begin`` to ``end``, others lie between them.
+    """
     blocks: tuple[Block, ...]
 
 

@@ -56,18 +56,20 @@ those that are kept beside the shards, and those that the original has under a s
 
 
 class _Copy(NamedTuple):
-    """One holder's copy of a tensor. ``part`` says where it lies in the view; ``name`` is its stored name if it
-    differs. ``dtype`` is the original's after any cast. ``constant`` are the expected bits of elements that the
-    original does not have, and ``because`` says why they are expected.
-    """
+    """One holder's copy of a tensor."""
 
     part: HolderPart
+    """The place of the copy in the tensor's view."""
     info: TensorInfo
     dtype: str
+    """The original's, after any cast."""
     rank: int
     name: str | None
+    """Its stored name, if it differs."""
     constant: int
+    """The expected bits of elements that the original does not have."""
     because: str
+    """The reason why these are expected."""
 
 
 class _Tensor(NamedTuple):

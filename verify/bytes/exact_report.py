@@ -11,24 +11,25 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first wrong element, in the order of the original's files.
-
-    ``index`` is the element's index in the full tensor (in the padded tensor, if it is padding). ``offset`` and
-    ``original_offset`` are its first byte in the shard's and the original's file. An element that comes from no file
-    (``because`` says why, such as padding) has None for both. ``stored`` is the name in another program's format.
-    """
+    """The first wrong element, in the order of the original's files."""
 
     tensor: str
     index: tuple[int, ...]
+    """The element's index in the full tensor (in the padded tensor, if it is padding)."""
     rank: int
     file: str
     offset: int
+    """The element's first byte in the shard's file."""
     expected: bytes
     found: bytes
     original_file: str | None
+    """None for an element that comes from no file."""
     original_offset: int | None
+    """The element's first byte in the original's file; None without one."""
     stored: str | None = None
+    """The tensor's name in another program's format."""
     because: str = "padding"
+    """The reason why an element comes from no file."""
 
     def __str__(self) -> str:
         place = self.because if self.original_file is None else f"{self.original_file} byte {self.original_offset}"
@@ -96,30 +97,33 @@ def _around(text: str | None, place: int) -> str | None:
 
 @dataclass(frozen=True)
 class ExactReport:
-    """The result of a comparison.
-
-    ``nbytes`` is the number of compared bytes of the shards' tensors. ``missing`` and ``extra`` have names of tensors
-    and files, ``configs`` wrong settings, ``problems`` other differences, one line each. ``first`` and ``damages`` are
-    about the content of tensors. ``format`` is the name of another program's format. ``ranks`` is None where no file
-    says the mesh. Where the shards are not ``is_listed`` (on a web server), extra files were not looked for.
-    ``not_compared`` has side files that cannot be checked without a manifest, and files that may belong there but are
-    absent. ``cast`` is the dtype to which the original was cast first.
-    """
+    """The result of a comparison."""
 
     mesh: str
     ranks: int | None
+    """None where no file says the mesh."""
     tensors: int
     nbytes: int
+    """The compared bytes of the shards' tensors."""
     first: FirstDifference | None = None
     damages: tuple[Damage, ...] = ()
+    """The tensors whose content differs."""
     missing: tuple[str, ...] = ()
+    """Names of tensors and files."""
     extra: tuple[str, ...] = ()
+    """Names of tensors and files."""
     configs: tuple[ConfigDifference, ...] = ()
+    """Wrong settings."""
     problems: tuple[str, ...] = ()
+    """Other differences, one line each."""
     format: str | None = None
+    """The name of another program's format."""
     is_listed: bool = True
+    """Whether extra files were looked for: a web server cannot be listed."""
     not_compared: tuple[str, ...] = ()
+    """Side files that cannot be checked without a manifest, and files that may belong there but are absent."""
     cast: str | None = None
+    """The dtype to which the original was cast first."""
 
     @property
     def verdict(self) -> Literal["same", "different"]:

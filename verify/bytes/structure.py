@@ -31,26 +31,26 @@ from reshard.verify.bytes.sizes import sizes_of
 
 @dataclass
 class Structure:
-    """The comparison without the content of tensors: names, shapes, dtypes, files, configs.
-
-    ``arrangement`` is the original's on the shards' mesh. ``comparable`` has, for each stored tensor, the ranks (or
-    files with chunks) whose part has the planned dtype and shape. ``not_compared`` has files that cannot be checked,
-    ``of_any_mesh`` says that the files have no mesh. ``other_dtypes`` are those that tensors have instead of
-    planned ones, ``sizes_of_split`` the settings of ranks that split alone knows.
-    """
+    """The comparison without the content of tensors: names, shapes, dtypes, files, configs."""
 
     original: Source
     shards: Source
     arrangement: Arrangement
+    """The original's, on the shards' mesh."""
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     configs: list[ConfigDifference] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     comparable: dict[str, list[int]] = field(default_factory=dict)
+    """For each stored tensor, the ranks (or files with chunks) whose part has the planned dtype and shape."""
     of_any_mesh: bool = False
+    """Whether the files have no mesh."""
     not_compared: list[str] = field(default_factory=list)
+    """Files that cannot be checked."""
     other_dtypes: set[str] = field(default_factory=set)
+    """Dtypes that tensors have instead of planned ones."""
     sizes_of_split: set[str] = field(default_factory=set)
+    """Settings of ranks that split alone knows."""
 
     @property
     def differences(self) -> dict[str, Any]:

@@ -52,21 +52,24 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The measurements of an engine's runs. ``noise`` and ``error`` are root mean squares of log-probabilities,
-    ``worst`` is the largest single difference between the shards and the original, ``spread`` the standard deviation of
-    the exact log-probabilities. ``ratio`` is the largest of error over noise, at ``place``: all positions, or one.
-    """
+    """The measurements of an engine's runs, of log-probabilities."""
 
     engine: str
     mesh: str
     dtype: str
     tokens: int
     spread: float
+    """The standard deviation of the exact ones."""
     noise: float
+    """The root mean square of the engine's distance from transformers, for the original."""
     error: float
+    """The root mean square of the shards' distance from the original, in the engine."""
     worst: float
+    """The largest single difference between the shards and the original."""
     ratio: float
+    """The largest error over noise."""
     place: str
+    """The place of that ratio: all positions, or one."""
 
     @property
     def is_same(self) -> bool:

@@ -205,7 +205,7 @@ def _prompt(original: Source, text: str) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(local_folder(original.path), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{original.path}: no tokenizer for a prompt: {' '.join(str(error).split())}") from None
+        raise CheckpointError(f"{original.path}: no tokenizer for a prompt", "add one, or drop --prompt") from error
     ids, limit = tokenizer(text, return_tensors="pt")["input_ids"], positions_of(original.model)
     if ids.numel() == 0:
         raise refused("prompt", None, "it has no tokens")

@@ -33,26 +33,27 @@ class ForwardOptions(RunSettings):
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison. ``plan`` is that of the ranks' models, whose weights are plain.
-
-    ``is_built_in``: its rules are the built-in ones; ``has_equal_bytes``: that was compared, and is so. ``adapter`` is
-    the folder of one that the original is run with, and ``stored`` the dtype of its weights, to which a sum with them
-    was rounded; ``is_alone``: the shards are those of the adapter alone. ``is_written``: transformers would load other
-    tensors from the original's folder than those that are meant, so they are written into another.
-    """
+    """A comparison."""
 
     original: Source
     shards: Source
     plan: Plan
+    """The plan of the ranks' models, whose weights are plain."""
     dtype: torch.dtype
     ids: Any
     options: ForwardOptions
     is_built_in: bool
+    """Whether its rules are the built-in ones."""
     adapter: Path | None = None
+    """The folder of an adapter that the original is run with."""
     stored: torch.dtype = torch.float32
+    """The dtype of the original's weights, to which a sum with the adapter was rounded."""
     is_alone: bool = False
+    """Whether the shards have the adapter alone."""
     is_written: bool = False
+    """Whether the original's tensors are written into another folder: transformers would load others from its own."""
     has_equal_bytes: bool = False
+    """Whether the bytes were compared, and are equal."""
 
     @property
     def exact_dtype(self) -> torch.dtype:
@@ -101,55 +102,52 @@ class Logits:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of the shards' model where the original's runs.
-
-    ``place`` is the module in which it failed on ``rank``, empty if that was while loading. ``tensor`` is the one whose
-    ``rule`` does not fit there, if that is known. ``is_gathered`` says that no weight takes a rank's part of its
-    outputs: they must be gathered.
-    """
+    """A failure of the shards' model where the original's runs."""
 
     place: str
+    """The module in which it failed; empty if that was while loading."""
     rank: int
     message: str
     tensor: str | None
+    """The tensor whose rule does not fit there, if that is known."""
     rule: str | None
     is_gathered: bool
+    """Whether the module's outputs must be gathered: no weight takes a rank's part of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run and its circumstances: first the findings of the original's run, then those of the shards'.
-
-    ``reason`` says what was not on a device, and why. ``repeated``, on an accelerator, is the distance of the
-    original's run from a repetition of it, over the noise. ``unused`` are tensors that the original's model does not
-    use; ``cut`` are parameters whose shape on a rank is not the one that its config.json gives. ``alarm`` is the ratio
-    in the model's own dtype, if float32 decided.
-    """
+    """A run and its circumstances: first the findings of the original's run, then those of the shards'."""
 
     batch: int
     seq: int
     draws: int
+    """The number of the original's runs in its own dtype."""
     choices: int
+    """The number of experts that were chosen."""
     own_overruled: int
+    """The choices that the original would have made otherwise in its own dtype."""
     reason: str | None = None
+    """A note on what was not on a device, and why."""
     repeated: float | None = None
+    """On an accelerator, the distance of the original's run from a repetition of it, over the noise."""
     overruled: int = 0
+    """The choices that the shards would have made otherwise."""
     unused: tuple[str, ...] = ()
+    """The tensors that the original's model does not use."""
     cut: tuple[str, ...] = ()
+    """The parameters whose shape on a rank is not the one that its config.json gives."""
     backend: str = ""
     seconds: float = 0.0
     logits: Logits | None = None
     failure: Failure | None = None
     alarm: float | None = None
+    """The ratio in the model's own dtype, if float32 decided."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The results of the original's run, as rank 0 sends them to all.
-
-    ``effects``, for an adapter, has the ratio of error to noise that the base model without it would have at each
-    place; ``outputs`` are the places at which a model's outputs are.
-    """
+    """The results of the original's run, as rank 0 sends them to all."""
 
     run: Run
     ids: torch.Tensor
@@ -160,7 +158,9 @@ class Reference:
     chosen: Sequence[torch.Tensor]
     gradients: Mapping[str, Yardstick]
     effects: Mapping[str, float]
+    """For an adapter: the ratio of error to noise that the base model without it would have, at each place."""
     outputs: tuple[str, ...]
+    """The places at which a model's outputs are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,17 +177,17 @@ class Result(Run):
 
 @dataclass(frozen=True, repr=False)
 class Needs(Printed):
-    """The memory that a comparison needs, for weights (and their gradients if these are compared): ``original`` bytes
-    on the first device, in one dtype after the other, and then ``ranks`` bytes on each. ``files`` bytes are written
-    into a temporary folder.
-    """
+    """The memory that a comparison needs, for weights (and their gradients, if these are compared)."""
 
     mesh: str
     device: str
     backend: str
     original: int
+    """Bytes on the first device, in one dtype after the other."""
     ranks: tuple[int, ...]
+    """Bytes on each device, after that."""
     files: int
+    """Bytes that are written into a temporary folder."""
     runs: int
     tokens: int
 

@@ -45,17 +45,14 @@ FLOOR = 0.25
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of the shards from the exact run at one place: ``noise`` and ``error`` relative to its root mean
-    square.
-
-    ``ratio`` is the largest error over noise of the three ways; ``worst`` says where it is: ``all``, ``token 5`` or
-    ``channel 7``.
-    """
+    """The distance of the shards from the exact run at one place, relative to its root mean square."""
 
     noise: float
     error: float
     ratio: float
+    """The largest error over noise of the three ways."""
     worst: str
+    """The place of that ratio: ``all``, ``token 5`` or ``channel 7``."""
 
     @property
     def is_same(self) -> bool:
@@ -65,18 +62,20 @@ class Distance:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The exact values at one place, ``[tokens, channels]`` in their dtype, and how large an error the noise allows.
-
-    ``noise`` and ``scale`` are root mean squares; ``typical``, ``of_token`` and ``of_channel`` are what an error
-    may be at a ratio of 1.
-    """
+    """The exact values at one place, and how large an error the noise allows."""
 
     exact: Tensor
+    """``[tokens, channels]``, in their dtype."""
     scale: float
+    """The root mean square of the exact values."""
     noise: float
+    """The root mean square of the noise."""
     typical: float
+    """The error over all at a ratio of 1."""
     of_token: Tensor
+    """The error of each token at a ratio of 1."""
     of_channel: Tensor
+    """The error of each channel at a ratio of 1."""
 
 
 class Noise(NamedTuple):

@@ -42,32 +42,32 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of an adapter: the largest ratio that the outputs would have without it, at ``place``.
-
-    ``is_seen``: it is above the limit, so shards without the adapter would be different.
-    """
+    """The effect of an adapter."""
 
     ratio: float
+    """The largest ratio that the outputs would have without it."""
     place: str
+    """The place of that ratio."""
     is_seen: bool
+    """Whether it is above the limit: shards without the adapter would be different."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """The smallest fault that the run would have shown.
-
-    ``noise`` is the largest of all places, at ``place``, relative to the values there; ``seen_from`` is the part of the
-    values that a fault must change there to be seen. ``bias_ratio`` is the smallest ratio that a bias of a row-parallel
-    weight would have if it were added twice, at ``bias_place``; None if there is no such bias. ``is_poor`` says that
-    large faults may be hidden.
-    """
+    """The smallest fault that the run would have shown."""
 
     noise: float
+    """The largest noise of all places, relative to the values there."""
     place: str
+    """The place of that noise."""
     seen_from: float
+    """The share of the values that a fault must change there to be seen."""
     bias_ratio: float | None
+    """The smallest ratio that a row-parallel bias would have if it were added twice; None if there is no such bias."""
     bias_place: str | None
+    """The place of that ratio."""
     is_poor: bool
+    """Whether large faults may be hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)

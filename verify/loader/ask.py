@@ -37,21 +37,24 @@ class UncheckedFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """The answer of a program's own loader.
-
-    ``name`` is the program with its version. ``ranks`` were played and have so many ``tensors``, of which some are
-    ``loaded``, the others ``constants``; ``differences`` has one line for each tensor that differs. ``ignored`` are
-    names that the program takes from neither folder. ``unchecked`` says why not all could be asked.
-    """
+    """The answer of a program's own loader."""
 
     name: str
+    """The program, with its version."""
     ranks: int
+    """The number of ranks that were played."""
     tensors: int
+    """The number of tensors that these have."""
     loaded: int
+    """The number of tensors that the loader fills."""
     constants: int
+    """The number of the others, which stay as they were built."""
     differences: tuple[str, ...] = ()
+    """A line for each tensor that differs."""
     ignored: tuple[str, ...] = ()
+    """The names that the program takes from neither folder."""
     unchecked: str | None = None
+    """The reason why not all could be asked."""
 
     @property
     def is_same(self) -> bool:

@@ -30,21 +30,23 @@ class Request:
 
 @dataclass(frozen=True)
 class ProgramRank:
-    """One rank of a program, built and not loaded.
-
-    ``held`` gives the tensors that the program's own files of this rank would have, by their names there; after
-    ``load``, which loads the original, too. ``files`` are the tensors of the shards. ``reserved`` knows what of memory
-    nobody wrote as the model was built. ``ignored`` are names that the program takes from neither folder. ``model`` is
-    the module, if there is one.
-    """
+    """One rank of a program, built and not loaded."""
 
     name: str
     held: Callable[[], Mapping[str, Tensor]]
+    """Returns the tensors that the program's own files of this rank would have, by their names there; also after
+    ``load``.
+    """
     files: Mapping[str, Tensor]
+    """The tensors of the shards."""
     load: Callable[[], object]
+    """Loads the original."""
     reserved: Creation | None = None
+    """Memory that nobody wrote as the model was built."""
     ignored: Sequence[str] = ()
+    """Names that the program takes from neither folder."""
     model: Any = None
+    """The module, if there is one."""
 
 
 class Program(Protocol):

@@ -42,21 +42,21 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, what its parameters were made of, and the tensors on disk that it does not use. With an ``adapter``,
-    PEFT's model around it.
-
-    Of a rank's model, ``parts`` are the parameters of which ranks have parts, with the mesh dimensions along which
-    these differ; ``experts`` says of those made of experts of its own, by name, where they lie among all. ``cut`` are
-    those to which the rank's config.json gives another shape, where it should give the right one.
-    """
+    """A model, or a rank of it."""
 
     model: Any
     sources: Mapping[str, tuple[str, ...]]
+    """The tensors that each parameter was made of."""
     unused: tuple[str, ...]
+    """The tensors on disk that it does not use."""
     parts: tuple[tuple[torch.Tensor, frozenset[str]], ...] = ()
+    """The parameters of which ranks have parts, with the mesh dimensions along which these differ."""
     experts: Mapping[str, TensorPart] = field(default_factory=dict)
+    """The place of a rank's own experts among all, for each parameter made of them."""
     cut: tuple[str, ...] = ()
+    """The parameters to which the rank's config.json gives another shape, where it should give the right one."""
     adapter: Any = None
+    """PEFT's model around it."""
 
 
 def dequantizing(config: Mapping[str, Any]) -> dict[str, Any]:

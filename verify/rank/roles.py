@@ -59,19 +59,19 @@ class Rank:
 class Role:
     """The role of a parameter: its split, one of its tensors with its layout, and facts about all tensors that it is
     made of.
-
-    ``along`` are the mesh dimensions along which ranks have different parts of it, ``experts_along`` those that divide
-    its experts. ``is_gathered``: no module takes its outputs as they are, so they are gathered. ``is_taken_whole``: a
-    module that is not sharded with it takes all of them.
     """
 
     split: Split
     tensor: str
     layout: Layout
     along: frozenset[str]
+    """The mesh dimensions along which ranks have different parts of it."""
     experts_along: frozenset[str]
+    """The mesh dimensions that divide its experts."""
     is_gathered: bool
+    """Whether its outputs are gathered, because no module takes them as they are."""
     is_taken_whole: bool
+    """Whether a module that is not sharded with it takes all of its outputs."""
 
     @property
     def summed_along(self) -> frozenset[str]:

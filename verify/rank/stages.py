@@ -44,21 +44,19 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
 
 
 class Message(NamedTuple):
-    """A message from one pipeline stage to the next.
-
-    ``leading``: outputs of the modules before the layers, by module and call.
-    ``output``: the output of the stage's last layer.
-    ``lists``: values that layers left for later ones in lists and tables (keys and values, if layers share them), by
-        argument.
-    ``choices``: the number of choices made so far.
-    ``parted``: for each tensor of real numbers, the mesh dimensions along which ranks have parts of it, for gradients.
-    """
+    """A message from one pipeline stage to the next."""
 
     leading: dict[str, list[Any]]
+    """Outputs of the modules before the layers, by module and call."""
     output: Any
+    """The output of the stage's last layer."""
     lists: dict[str, Any]
+    """Values that layers left for later ones in lists and tables (keys and values, if layers share them), by argument.
+    """
     choices: int
+    """The number of choices made so far."""
     parted: Sequence[frozenset[str]] = ()
+    """For each tensor of real numbers, the mesh dimensions along which ranks have parts of it, for gradients."""
 
     @property
     def reals(self) -> list[Tensor]:

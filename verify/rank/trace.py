@@ -34,20 +34,21 @@ class StageEnd(Exception):  # noqa: N818
 
 @dataclass
 class Trace:
-    """One run. ``states`` in the order of the model, on the CPU; ``chosen`` the indices of each choice, in order.
-
-    ``overruled`` counts the rows of choices that this run would have made otherwise, ``choices`` all of them. ``path``
-    has the modules that compute, the innermost last: those in which a run ended that failed. ``gradients`` are those of
-    the original, by tensors on disk.
-    """
+    """One run."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
+    """The states in the order of the model, on the CPU."""
     chosen: list[Tensor] = field(default_factory=list)
+    """The indices of each choice, in order."""
     choices: int = 0
+    """The number of rows of choices."""
     overruled: int = 0
+    """The number of rows that this run would have chosen otherwise."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
     path: list[str] = field(default_factory=list)
+    """The modules that compute, the innermost last: those in which a run ended that failed."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of the original, by tensors on disk."""
 
 
 def is_choice(name: str) -> bool:

@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.errors import IncompleteError, ReshardError
+from reshard.formats.errors import IncompleteError, ReshardError, one_line
 from reshard.formats.mesh import read_mesh
 from reshard.text import Comparison, align, human_bytes, number, percent, plural, ratio
 from reshard.verify.bytes.exact_report import Damage, ExactReport, FirstDifference
 from reshard.verify.loader.ask import LoaderReport, UncheckedFormatError
 
 if TYPE_CHECKING:  # they import torch
+    from reshard.verify.engine.compare import EngineReport
     from reshard.verify.forward.job import Logits
     from reshard.verify.forward.report import ForwardReport, LayerRow
 
@@ -74,8 +75,8 @@ def _difference_in_words(exact: ExactReport) -> str:
         return f"Bytes differ, first in tensor '{first.tensor}' {place}{further}."
     for word, items in (("missing: ", exact.missing), ("extra: ", exact.extra), ("", exact.problems)):
         if items:
-            return f"The shards are not the original's: {word}{items[0]}{_further(items)}."
-    return f"A config is not as it should be: {exact.configs[0]}."
+            return f"The shards are not the original's: {word}{one_line(items[0])}{_further(items)}."
+    return f"A config is not as it should be: {one_line(str(exact.configs[0]))}."
 
 
 def _amount(report: ExactReport) -> str:
@@ -102,7 +103,7 @@ def exact_summary(report: ExactReport) -> str:
     lines += _some("", report.configs)
     lines += [] if report.is_listed else [f"  {NOT_LISTED}"]
     if report.first is not None:
-        lines.append(f"  first: {report.first}")
+        lines.append(f"  first: {one_line(str(report.first))}")
     damages = [
         f"{d.tensor} on rank {d.rank}{_stored(d)}: {plural(d.elements, 'different element')} "
         f"({plural(d.nbytes, 'byte')})"
@@ -117,7 +118,7 @@ def not_compared(names: Sequence[str]) -> str:
     """
     further = f" and {len(names) - 5} more" if len(names) > 5 else ""
     why = "" if any("reshard.json" in name for name in names) else ", as there is no reshard.json"
-    return f"not compared{why}: {', '.join(names[:5])}{further}"
+    return f"not compared{why}: {one_line(', '.join(names[:5]))}{further}"
 
 
 def _stored(difference: FirstDifference | Damage) -> str:
@@ -165,7 +166,7 @@ def _logits(logits: Logits) -> list[str]:
         cells.append((name, *(number(x) for x in values[:3]), number(values[3], ".2%")))
     lines = align(cells, right=(1, 2, 3, 4), width=None)
     for m in logits.mismatches[:SHOWN]:
-        lines.append(f"  position {m.position}: top token {m.found} for {m.expected}, which led by {number(m.margin)}")
+        lines.append(f"  position {m.position}: top token {m.found}, not {m.expected}, which led by {number(m.margin)}")
     remaining = len(logits.mismatches) - SHOWN
     return [*lines, *([f"  and {remaining} more positions"] if remaining > 0 else [])]
 
@@ -176,7 +177,7 @@ def _further(items: Sequence[Any]) -> str:
 
 
 def _some(title: str, items: Sequence[Any]) -> list[str]:
-    lines = [f"  {title}{item}" for item in items[:SHOWN]]
+    lines = [f"  {title}{one_line(str(item))}" for item in items[:SHOWN]]
     return [*lines, f"  {title}and {len(items) - SHOWN} more"] if len(items) > SHOWN else lines
 
 
@@ -187,26 +188,26 @@ VERDICTS = {"same": 0, "different": 1, "unchecked": 2, "incomplete": 2, "without
 @dataclass(repr=False)
 class Answer(Comparison):
     """A request and its findings so far. True only if the ``verdict`` is ``same``; ``raise_if_different()`` raises
-    MismatchError.
-
-    ``exact`` is the report of the bytes, ``forward`` that of the forward pass, ``engine`` that of an engine's own run
-    (asked for ``with_engine``) and ``loader`` that of its own loader; each is None if it was not done. ``evidence`` has
-    the grounds of the verdict, ``seconds`` the time of each step.
+    MismatchError. A report is None if that check was not done.
     """
 
     original: str
     shards: str
     options: dict[str, Any]
     plan: OwnPlan | None = None
-    exact: Any = None
-    forward: Any = None
-    engine: Any = None
+    exact: ExactReport | None = None
+    forward: ForwardReport | None = None
+    engine: EngineReport | None = None
     loader: LoaderReport | None = None
     with_engine: bool = False
+    """Whether an engine's run was asked for."""
     error: ReshardError | None = None
+    """The reason why something could not be checked."""
     evidence: list[str] = field(default_factory=list)
+    """The grounds of the verdict."""
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    """The time of each step."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -248,8 +249,7 @@ class Answer(Comparison):
             parts += [f"{text[:1].upper()}{text[1:]}."] if exact.not_compared else []
             if plan is not None and plan.differences != () and forward is None:
                 parts.append("Only the forward pass can tell if that plan is right.")
-        if self.loader is not None:
-            parts += filter(None, [self.loader.verdict])
+        parts += filter(None, [self.loader.verdict] if self.loader is not None else [])
         if forward is not None:
             parts.append(forward.verdict)
             parts += [power_in_words(forward)] if forward.is_same and forward.power is not None else []

@@ -48,5 +48,5 @@ def _of_format(answer: Answer, original: Source, shards: Source) -> str:
     types, config = shards.format.types, original.model.config
     if {types.name_of(config), class_of(config)} & types.compared:
         tried = " and ".join(f"{PROGRAMS.get(name, name)} {version}" for name, version in types.made_with.items())
-        return f"as compared with {tried} for this model type, which was not asked now"
+        return f"as compared with {tried} for this model type earlier: no program was asked now"
     return "by reshard's lines alone: no program was asked"

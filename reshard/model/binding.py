@@ -70,11 +70,15 @@ def shapes_of(rules: Iterable[Rule]) -> list[Shape]:
 
 def _stated_ties(architecture: Architecture, config: Mapping[str, Any]) -> set[bool]:
     """The values that a config has for ``tie_word_embeddings``, and its type's default; none if nothing is tied. A type
-    that shares its tables (T5) does so whatever the config says, which is about the head alone.
+    that shares its tables (T5) does so whatever the config says, which is about the head alone. If nothing is said, the
+    default of the language model within counts, too: Mistral 3 is tied by default, and Mistral within is not.
     """
-    defaults = config_defaults().get(str(config.get("model_type")), {})
-    sources = config, architecture.settings(config), defaults
+    within = architecture.settings(config)
+    defaults, of_within = (config_defaults().get(str(each.get("model_type")), {}) for each in (config, within))
+    sources = config, within, defaults
     stated = {bool(value) for settings in sources if (value := settings.get("tie_word_embeddings")) is not None}
+    if within.get("tie_word_embeddings", config.get("tie_word_embeddings")) is None and "model_type" in within:
+        stated.add(bool(of_within.get("tie_word_embeddings")))
     if defaults.get("shares_tables"):
         return {True, *stated}
     return stated if True in stated and not _is_untied(config) else set()

@@ -163,7 +163,7 @@ def names_and_values(folder: Path) -> dict[str, bytes]:
             for key, value in state.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "llava", "qwen3_vl_moe"}, OTHERS, zoo.ZOO))
+@pytest.mark.parametrize("name", some({"gemma3", "qwen3_moe", "llava", "qwen3_vl_moe"}, {*OTHERS, "mt5"}, zoo.ZOO))
 def test_ranks_have_the_names_of_their_source(name: str, tmp_path: Path) -> None:
     """If each is one tensor of transformers' modules; where these join tensors, ranks have the published ones."""
     model, modules, ranks = store.checkpoint(name), tmp_path / "modules", tmp_path / "ranks"

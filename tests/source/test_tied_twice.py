@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from reshard import verify
 from reshard.api import diff, load, merge, patch, split
 from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
+from tests import store
 from tests.marks import one_of_each
 from tests.support import LLAMA, change_tensor, contents, form_of, write_file, write_tied_twice
 
@@ -147,6 +149,25 @@ def test_config_json_or_the_model_type_says_that_it_is_tied(settings: dict, is_o
     (both / "config.json").write_text(json.dumps(config))
     source = open_source(both)
     assert (HEAD in source.names) is not is_one and dict(source.twice) == ({HEAD: TABLE} if is_one else {})
+
+
+@pytest.mark.parametrize(("model", "is_own"), [("mistral3", True), ("gemma3", False)])
+def test_the_language_model_within_says_whether_it_is_tied(model: str, is_own: bool, tmp_path: Path) -> None:
+    """By the default of its type, where config.json says nothing: Mistral Small 3.2 has a head of its own."""
+    shutil.copytree(store.checkpoint(model), tmp_path / "model")
+    file, tensors = tmp_path / "model/config.json", load_file(tmp_path / "model/model.safetensors")
+    config = json.loads(file.read_text())
+    config |= {"text_config": {key: value for key, value in config["text_config"].items() if "tie_word" not in key}}
+    file.write_text(json.dumps({key: value for key, value in config.items() if "tie_word" not in key}))
+    table, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+    for is_copy in (True, False):
+        tensors[head] = tensors[table].clone() if is_copy else tensors[table] + 1
+        save_file(tensors, tmp_path / "model/model.safetensors")
+        if not is_own and not is_copy:
+            with pytest.raises(ReshardError, match="once more"):
+                split(tmp_path / "model", tmp_path / "out", tp=1)
+        else:
+            assert dict(open_source(tmp_path / "model").twice) == ({head: table} if is_copy else {})
 
 
 def test_a_head_of_another_shape_is_one_of_its_own(both: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.formats.documents import read_config
@@ -26,7 +25,7 @@ from reshard.source.opening import find
 from reshard.source.source import Source
 from reshard.store.selection import Weights
 from reshard.system import Taken, default, system_errors
-from reshard.transforms.opening import merged, open_any, with_quantized
+from reshard.transforms.opening import open_any
 from reshard.verify.bytes.comparison import ByteProgress, no_progress
 from reshard.verify.bytes.exact import compare_bytes, open_shards, structure_of
 from reshard.verify.bytes.exact_report import ExactReport
@@ -300,9 +299,11 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
     try:
         original = open_any(request.original, replace(request, dtype=None, quantize=None), weights)
         if request.quantize is not None:
-            original = _quantized(original, request.quantize, _plan_file(request))
+            original = _quantized(original, request.quantize)
         if original.is_split and original.checkpoint is None:
-            original = merged(original, _plan_file(request))
+            from reshard.transforms.tensors import merged  # numpy
+
+            original = merged(original)
         if request.dtype is not None:
             original = _cast(original, str(request.dtype))
     except PlanError as error:
@@ -310,16 +311,16 @@ def _open(request: VerifyRequest) -> tuple[Source, FilePath, Source | ExactRepor
             raise
         hint = "if the shards were split with --plan FILE, give it here, too"
         raise PlanError(error.message, with_hint(hint, error.hint or "")) from error
+    access: Access = request
     place = find(request.shards, replace(request, revision=None), weights)
-    return original, place, open_shards(place, original, plan_file=_plan_file(request))
+    return original, place, open_shards(place, original, plan_file=access.plan_file)
 
 
-def _quantized(original: Source, name: str, plan_file: Path | None) -> Source:
+def _quantized(original: Source, name: str) -> Source:
     """The original, of which verify says itself what is quantized."""
     from reshard.transforms.quantize import quantize  # numpy
 
-    quantized = quantize(original, name, lambda tensor: None if is_quantized(tensor) else "the rest")
-    return with_quantized(original, quantized, original, plan_file)
+    return quantize(original, name, lambda tensor: None if is_quantized(tensor) else "the rest")
 
 
 def _cast(original: Source, name: str) -> Source:
@@ -328,10 +329,6 @@ def _cast(original: Source, name: str) -> Source:
 
     config = original.model.config
     return cast(original, name, stays_float32(config, synonym(name)) if is_known(config) else None)
-
-
-def _plan_file(access: Access) -> Path | None:
-    return access.plan_file
 
 
 def _unmerged(request: VerifyRequest, original: Source) -> Unmerged | None:

@@ -15,7 +15,7 @@ from reshard.formats.files.layout import Layout
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.notation.format import SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write
-from reshard.mesh.plan import Degrees, make_plan
+from reshard.mesh.plan import Degrees
 from reshard.mesh.plan import rank_config as config_of
 from reshard.move.engine import Steps, fill, requested
 from reshard.move.jobs import ByteProgress, FilePlan, Job, Options, TargetPlace, no_progress
@@ -26,7 +26,7 @@ from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.kept_fields import check_kept
 from reshard.placement.program_plan import plan_for
 from reshard.source.access import Access, Place
-from reshard.source.source import UNSPLIT, Source
+from reshard.source.source import Source
 from reshard.source.written_names import rank_names
 from reshard.store.selection import Weights
 from reshard.store.threads import Shared, work_together
@@ -359,7 +359,7 @@ def tensors(request: TensorsRequest) -> Iterator[tuple[str, torch.Tensor]]:
         why, advice = "the tensors are those of the full checkpoint", "'reshard.load' gives one rank's"
         raise refused("format", request.format, why, advice=advice)
     opened = open_any(request.source, request)
-    target = arrangement_of(make_plan(opened.model, UNSPLIT), HUGGING_FACE)
+    target = arrangement_of(opened.whole, HUGGING_FACE)
     kinds, jobs = _tensors_of(target, 0), dict[str, list[Job]]()
     for job in jobs_of(opened, target, _places(kinds, 0)):
         jobs.setdefault(job.name, []).append(job)

@@ -14,10 +14,9 @@ from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, adapter_format_names, format_to_write, with_names
 from reshard.formats.store import StoredPath
-from reshard.mesh.plan import Degrees, make_plan
+from reshard.mesh.plan import Degrees
 from reshard.placement.kept_fields import check_kept
 from reshard.placement.program_plan import plan_for
-from reshard.source.source import UNSPLIT
 from reshard.source.written_names import published_names
 from reshard.system import Share, Taken, default
 from reshard.transforms.opening import open_any, open_converted
@@ -110,8 +109,7 @@ def merge(request: WriteRequest) -> Summary:
             other = PUBLISHED if record.names is not None else MODULES
             what, hint = "a full checkpoint with these names", f"--names {other} writes it with the other ones"
         raise CheckpointError(f"{request.source} is {what}, there is nothing to merge", hint)
-    plan = make_plan(opened.model, UNSPLIT)
-    new = Output(opened, plan, HUGGING_FACE, request.max_shard_size, names=request.names)
+    new = Output(opened, opened.whole, HUGGING_FACE, request.max_shard_size, names=request.names)
     return rewrite(new, began, request)
 
 

@@ -43,11 +43,10 @@ from reshard.formats.files.safetensors import (
     unit_of,
 )
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.mesh.plan import make_plan
 from reshard.model.naming import spelled_alike
 from reshard.move.jobs import ByteProgress, no_progress
 from reshard.publishing.existing import check_place
-from reshard.source.source import UNSPLIT, Source
+from reshard.source.source import Source
 from reshard.system import disk_errors, reserve
 from reshard.transforms.tensors import ARITHMETIC, tensors_of
 from reshard.writing.documents import documents_of
@@ -69,7 +68,7 @@ def write_delta(
         raise CheckpointError(f"{out} is already there", "give another name, or remove it")
     if is_compressed:
         require_zstd()
-    new = Output(b, make_plan(b.model, UNSPLIT), HUGGING_FACE, names=None)
+    new = Output(b, b.whole, HUGGING_FACE, names=None)
     sums, begun = TensorSums(), dict[str, tuple[PartialSum, PartialSum]]()
     sizes = {tensor.name: tensor_bytes(tensor.name, tensor.dtype, tensor.shape) for tensor in b.model.tensors}
     sizes |= {second: sizes[first] for second, first in b.aliases.items()}

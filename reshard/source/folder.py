@@ -71,8 +71,8 @@ class Folder:
     other folder counts as a full checkpoint: opening it says what is missing. ``formats`` are those that its files may
     be in: only one if a manifest names it. ``damage`` is why the manifest cannot be read.
 
-    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan, ``base`` the manifest
-    of the shards that it is computed from, ``beginning`` what the names of the chosen one of several models begin with.
+    ``config`` is a folder with the config.json that belongs to it, ``plan_file`` the user's plan, ``rules`` those of
+    what it is computed from, ``beginning`` what the names of the chosen one of several models begin with.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Folder:
         *,
         config: FilePath | None = None,
         plan_file: Path | None = None,
-        base: Manifest | None = None,
+        rules: Architecture | None = None,
         beginning: str | None = None,
     ) -> None:
-        self.path, self.config, self.plan_file, self.base, self.beginning = path, config, plan_file, base, beginning
+        self.path, self.config, self.plan_file, self.rules, self.beginning = path, config, plan_file, rules, beginning
         self.stamps = stamps_in(path)
         self._contents: dict[Hashable, Any] = {}
         self.lora: LoraSide | None = None  # as which side of a run with an adapter it is opened
@@ -149,14 +149,14 @@ class Folder:
         return {self.path / record.name: record.checksum for records in files for record in records}
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
-        """The rules: the user's, those that it was split by, or those of its model type."""
+        """The rules: the user's, those that it was split by or is computed by, or those of its model type."""
         if self.lora is not None and (of_adapter := self.lora.architecture(config)) is not None:
             return of_adapter
         if self.plan_file is not None:
             return load_architecture(self.plan_file)
-        if manifest := self.manifest or self.base:
-            return architecture_from_document(manifest.architecture, "manifest", str(self.path))
-        return find_architecture(config, self.path)
+        if self.manifest is not None:
+            return architecture_from_document(self.manifest.architecture, "manifest", str(self.path))
+        return self.rules or find_architecture(config, self.path)
 
     def source(
         self,

@@ -88,21 +88,18 @@ def open_source(
     *,
     plan_file: Path | None = None,
     config: FilePath | None = None,
-    beginning: str | None = None,
     model: Model | None = None,
-    base: Manifest | None = None,
     adapted: Model | None = None,
     is_part: bool = False,
 ) -> Source:
     """Open a full or a split checkpoint and bind it to its architecture, or to the user's plan file.
 
-    ``config`` is a folder with the config.json and side files of a model in another program's format, ``beginning``
-    what the names of the chosen one of several models in it begin with. Shards in a program's format are opened as
-    those of a known ``model``, if one is given, whatever they hold; an adapter as one to the model ``adapted``.
-    ``base`` is the manifest of the shards that its tensors are computed from. Of a full checkpoint that ``is_part`` of
-    a model, tensors may be missing. Raises CheckpointError, MismatchError and PlanError.
+    ``config`` is a folder with the config.json and side files of a model in another program's format. Shards in a
+    program's format are opened as those of a known ``model``, if one is given, whatever they hold; an adapter as one to
+    the model ``adapted``. Of a full checkpoint that ``is_part`` of a model, tensors may be missing. Raises
+    CheckpointError, MismatchError and PlanError.
     """
-    folder = recognise(Folder(path, config=config, plan_file=plan_file, base=base, beginning=beginning))
+    folder = recognise(Folder(path, config=config, plan_file=plan_file))
     return open_folder(folder, model=model, adapted=adapted, is_part=is_part)
 
 

@@ -29,7 +29,7 @@ from reshard.formats.store import (
     public_name,
     read_file,
 )
-from reshard.mesh.plan import Plan
+from reshard.mesh.plan import Plan, make_plan
 from reshard.model.model import Model
 from reshard.placement.arrangement import Arrangement, arrangement_of
 from reshard.placement.stored import Chunks
@@ -185,6 +185,11 @@ class Source:
         """The stored tensors, and where each of the model's elements lies in them."""
         return arrangement_of(self.plan, self.format, self.chunks, self.twice)
 
+    @cached_property
+    def whole(self) -> Plan:
+        """The plan of the full checkpoint, on one rank."""
+        return make_plan(self.model, UNSPLIT)
+
     @property
     def aliases(self) -> Mapping[str, str]:
         """The second names of tied tensors in its files, and in those that its manifest describes."""
@@ -214,6 +219,10 @@ class Source:
         """The config.json that belongs to it. Raises CheckpointError."""
         content = self.side_files.get(CONFIG)
         return dict(json.loads(content)) if isinstance(content, bytes) else read_config(self.path / CONFIG)
+
+    def noted(self, *notes: str | None) -> Source:
+        """The source with more sentences in its note."""
+        return dataclasses.replace(self, note="; ".join(filter(None, (self.note, *notes))) or None)
 
     @property
     def location(self) -> str:

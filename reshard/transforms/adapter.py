@@ -24,10 +24,9 @@ from reshard.source.lora import find_lora, open_alone
 from reshard.source.opening import open_source
 from reshard.source.recognition import recognise
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import Term, changes_of
-from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, tensors_of
+from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, derived, tensors_of
 
 _PICKLED = "adapter_model.bin"
 _TILE = 1 << 17
@@ -99,8 +98,8 @@ def _sum(arithmetic: Arithmetic, block: NDArray[Any], name: str, dtype: str, a: 
     return codes.view(block.dtype)
 
 
-def add_adapter(source: Source, path: FilePath) -> RangeStore:
-    """A base model as if an adapter had been merged into it: a store.
+def add_adapter(source: Source, path: FilePath, *, is_part: bool = False) -> Source:
+    """A base model, or a part of one, as if an adapter had been merged into it.
 
     Raises CheckpointError if the adapter is none, PlanError if it is not plain LoRA, and MismatchError if it is for
     another base model.
@@ -109,15 +108,15 @@ def add_adapter(source: Source, path: FilePath) -> RangeStore:
         what = f"{path} is a PEFT adapter in {_PICKLED}, and {ADAPTER} is read"
         raise CheckpointError(what, "load it with PEFT and save it again (save_pretrained)")
     if has_adapter(path):
-        return with_adapter(source, open_source(path, adapted=source.model))
+        return with_adapter(source, open_source(path, adapted=source.model), is_part=is_part)
     run = find_lora(folder := recognise(Folder(path)), source.model)
     if run is None:
         raise CheckpointError(f"{path} is not a PEFT adapter: it needs {ADAPTER} and {ADAPTER_CONFIG}, and no model")
-    return with_adapter(source, open_alone(folder, run, source.model))
+    return with_adapter(source, open_alone(folder, run, source.model), is_part=is_part)
 
 
-def with_adapter(source: Source, adapter: Source) -> RangeStore:
-    """A base model as if an adapter to it had been merged into it: a store. Raises PlanError, MismatchError."""
+def with_adapter(source: Source, adapter: Source, *, is_part: bool = False) -> Source:
+    """A base model, or a part of one, with an adapter to it merged into it. Raises PlanError, MismatchError."""
     places = dict.fromkeys((public_name(source.path), public_name(adapter.path)))
     tensors = tensors_of(source)
     added, replaced = changes_of(source.model, adapter.model, tensors_of(adapter))
@@ -127,4 +126,5 @@ def with_adapter(source: Source, adapter: Source) -> RangeStore:
             content = _added(name, tensor, content, added[name])
         tensors[name] = tensor._replace(content=content)
     adapter.check_unchanged()
-    return changed(source, " + ".join(places) if len(places) > 1 else f"{next(iter(places))}, merged", tensors)
+    title = " + ".join(places) if len(places) > 1 else f"{next(iter(places))}, merged"
+    return derived(source, changed(source, title, tensors), is_part=is_part)

@@ -21,16 +21,7 @@ from reshard.formats.store import public_name
 from reshard.model.naming import spelled_alike
 from reshard.move.changes import Change
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
-from reshard.transforms.tensors import (
-    Arithmetic,
-    Content,
-    Tensor,
-    changed,
-    computed,
-    is_quantized,
-    tensors_of,
-)
+from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, derived, is_quantized, tensors_of
 
 _AT_ONCE = 1 << 18
 """So many elements are read and computed at a time."""
@@ -77,8 +68,8 @@ def _same_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]._replace(content=computed(same, inputs, (name, tensors[0].dtype)))
 
 
-def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) -> RangeStore:
-    """The weighted mean of checkpoints as a store: in the dtypes and files of the first or, if ``wide``, in float32.
+def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) -> Source:
+    """The weighted mean of checkpoints: in the dtypes and files of the first or, if ``wide``, in float32.
 
     Raises SettingError for weights that are not one for each or do not sum to 1; CheckpointError for adapters,
     quantized checkpoints and other tensors; PlanError for another dtype or shape.
@@ -116,4 +107,5 @@ def average(sources: Sequence[Source], weights: Sequence[float], *, wide: bool) 
         dtype = "F32" if wide else one.dtype
         contents[name] = Tensor(dtype, one.shape, mean_of(name, tensors, tuple(weights), dtype))
     contents |= {second: contents[name] for second, name in first.aliases.items()}
-    return changed(first, f"the mean of {' and '.join(public_name(source.path) for source in sources)}", contents)
+    title = f"the mean of {' and '.join(public_name(source.path) for source in sources)}"
+    return derived(first, changed(first, title, contents))

@@ -14,7 +14,7 @@ from reshard.formats.files.safetensors import CASTS, DTYPE_BITS, DTYPE_NAMES
 from reshard.formats.hints import synonym
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.format_file import HUGGING_FACE
-from reshard.formats.store import StoredPath, public_name
+from reshard.formats.store import public_name
 from reshard.model.model import AxisSizes, Kind
 from reshard.source.source import Cast, Source
 from reshard.text import plural
@@ -44,8 +44,7 @@ def cast(source: Source, name: str, stays: Callable[[str], bool] | None = None) 
             else:
                 new[kind] = replace(kind, dtype=dtype)
     how = ", rounded to nearest even" if any(DTYPE_BITS[old.dtype] >= DTYPE_BITS[dtype] for old in new) else ""
-    notes = [source.note] if source.note else []
-    notes += [f"weights were cast to {word}{how}" if new else f"no weight is in another dtype than {word}"]
+    notes = [f"weights were cast to {word}{how}" if new else f"no weight is in another dtype than {word}"]
     if stay:
         shown = listed([f"{template} ({plural(count, 'tensor')})" for template, count in stay.items()], 5)
         notes.append(f"the model keeps these in float32, and they stay: {shown}")
@@ -57,7 +56,7 @@ def cast(source: Source, name: str, stays: Callable[[str], bool] | None = None) 
     sizes, kinds = AxisSizes(model.architecture, config, model.sizes.measured), (new.get(k, k) for k in model.kinds)
     model = replace(model, config=config, sizes=sizes, tensors=tensors, kinds=tuple(kinds))
     of = Cast(word, source, lambda: _record(source, opened, word))
-    opened = replace(source, model=model, side_files=sides, note="; ".join(notes), cast=of)
+    opened = replace(source, model=model, side_files=sides, cast=of).noted(*notes)
     return opened
 
 
@@ -77,8 +76,7 @@ def _record(source: Source, opened: Source, word: str) -> SourceRecord:
     """Return the record of the checkpoint that a merge of the cast source writes: its files, and the fingerprint of its
     weights.
     """
-    title = f"{public_name(source.path)} (in {word})"
-    store = StoredPath(changed(source, title, tensors_of(opened), opened.side_files))
+    store = changed(source, f"{public_name(source.path)} (in {word})", tensors_of(opened), opened.side_files)
     is_adapter = SETTINGS in source.model.config
     checkpoint = open_adapter(store, None, dict(source.model.config)) if is_adapter else open_checkpoint(store)
     of_merge = replace(source, path=store, format=HUGGING_FACE, checkpoint=checkpoint, was_named=source.names_of)

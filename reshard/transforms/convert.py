@@ -43,7 +43,6 @@ from reshard.formats.notation.spellings import ModuleTensor, SourcePart
 from reshard.formats.store import public_name
 from reshard.model.model import BoundTensor, Model
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
 from reshard.transforms.low_rank import (
     A_ENDS,
@@ -60,7 +59,7 @@ from reshard.transforms.low_rank import (
     scale_of,
     shape_of,
 )
-from reshard.transforms.tensors import ARITHMETIC, Arithmetic, Tensor, computed, store_of, tensors_of
+from reshard.transforms.tensors import ARITHMETIC, Arithmetic, Tensor, computed, derived, store_of, tensors_of
 
 Indices = tuple[tuple[str, int], ...]
 Matrix = NDArray[Any]
@@ -141,8 +140,8 @@ def _common(one: range, other: range) -> tuple[range, range]:
     return at, at_other
 
 
-def convert(source: Source, format: AdapterFormat) -> RangeStore:
-    """An adapter as if it had been saved in another format: a store.
+def convert(source: Source, format: AdapterFormat) -> Source:
+    """An adapter as if it had been saved in another format.
 
     Raises CheckpointError if it is no adapter, PlanError if the format cannot hold it.
     """
@@ -165,7 +164,8 @@ def convert(source: Source, format: AdapterFormat) -> RangeStore:
     }
     contents = {name: tensor.content for name, tensor in conversion.out.items()}
     name_of = f"{public_name(source.path)} as {format.name}"
-    return store_of(source, name_of, [file], contents, {**source.side_files, **documents})
+    store = store_of(source, name_of, [file], contents, {**source.side_files, **documents})
+    return derived(source, store, own_rules=False)
 
 
 @dataclass

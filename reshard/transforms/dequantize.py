@@ -16,9 +16,8 @@ from reshard.formats.quantization.methods import without_quantization
 from reshard.formats.store import public_name
 from reshard.model.scaled import scaled_of
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
-from reshard.transforms.tensors import Arithmetic, Tensor, changed, computed, tensors_of
+from reshard.transforms.tensors import Arithmetic, Tensor, changed, computed, derived, tensors_of
 
 _SCALES = ArrayCache(64 << 20)
 """The scales, of all files together, that are kept for the next ranges of their weights."""
@@ -40,8 +39,8 @@ def _dequantized(weight: Tensor, scale: Tensor, grid: Grid) -> Tensor:
     return Tensor(DTYPE, weight.shape, computed(compute, inputs, what, 2))
 
 
-def dequantize(source: Source) -> RangeStore:
-    """A checkpoint as if its weights were in bfloat16: a store.
+def dequantize(source: Source) -> Source:
+    """A checkpoint as if its weights were in bfloat16.
 
     Raises CheckpointError if it is not quantized, PlanError for a tensor that cannot be dequantized and for a model in
     float16, whose weights would be in bfloat16 beside float16, MismatchError if a file changes meanwhile.
@@ -55,4 +54,4 @@ def dequantize(source: Source) -> RangeStore:
         contents[name] = _dequantized(tensors[name], tensors[how.scale], how.grid)
     sides = {name: content for name, content in source.side_files.items() if name != MODELOPT}
     sides[CONFIG] = json_bytes(without_quantization(config)) + b"\n"
-    return changed(source, f"{public_name(source.path)} (dequantized)", contents, sides)
+    return derived(source, changed(source, f"{public_name(source.path)} (dequantized)", contents, sides))

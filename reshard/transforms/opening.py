@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats.documents import json_bytes
@@ -11,7 +10,7 @@ from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.checkpoint import ADAPTER_CONFIG, CONFIG
 from reshard.formats.notation.architecture import SETTINGS, without_numbers
 from reshard.formats.notation.format_file import adapter_format
-from reshard.formats.store import FilePath, StoredPath, name_in
+from reshard.formats.store import FilePath, name_in
 from reshard.model.binding import bind
 from reshard.model.model import FullTensor, Model
 from reshard.model.naming import LoraError
@@ -19,7 +18,7 @@ from reshard.source.access import Access, Place
 from reshard.source.completeness import check_stored
 from reshard.source.folder import Folder
 from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
-from reshard.source.opening import find, found_config, open_folder, open_source
+from reshard.source.opening import find, found_config, open_folder
 from reshard.source.recognition import recognise
 from reshard.source.source import Source
 from reshard.store.selection import HubAccess, Weights
@@ -27,8 +26,6 @@ from reshard.store.weight_sets import sets_in
 
 if TYPE_CHECKING:
     from reshard.formats.files.safetensors import TensorInfo
-    from reshard.store.range_store import RangeStore
-    from reshard.transforms.quantize import Quantized
 
 
 def open_any(source: Place, access: Access, weights: Weights = Weights.RANGES) -> Source:
@@ -47,7 +44,7 @@ def open_converted(source: Place, access: Access, name: str) -> Source:
     if run is not None and run.stated is None:
         note = f"{ADAPTER_CONFIG} has the ranks of the tensors; no file says lora_alpha: write it there"
     opened = open_alone(folder, run) if run is not None else open_folder(folder)
-    return replace(open_source(StoredPath(convert(opened, adapter_format(name)))), note=note)
+    return replace(convert(opened, adapter_format(name)), note=note)
 
 
 def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
@@ -69,7 +66,7 @@ def open_beside(path: FilePath, access: Access, model: Model | None) -> Source:
             raise
         base = open_base(folder, run, model=model)
         sides = {CONFIG: json_bytes(dict(model.config)), **base.side_files}
-        return _with_own_adapter(replace(base, side_files=sides), folder, run, access.plan_file)
+        return _with_own_adapter(replace(base, side_files=sides), folder, run)
     try:
         check_stored(opened.arrangement, opened.ranks, path)
     except MismatchError as error:
@@ -122,38 +119,32 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
 
         check_agreement(opened, config)
     if run is not None and access.adapter is None:
-        opened = _with_own_adapter(opened, folder, run, access.plan_file)
+        opened = _with_own_adapter(opened, folder, run)
     elif run is not None:
-        opened = replace(opened, note=_joined(opened.note, "the LoRA adapter in it was left behind"))
-    first = opened
-
-    def transformed(store: RangeStore) -> Source:
-        return _transformed(store, first, access.plan_file)
-
+        opened = opened.noted("the LoRA adapter in it was left behind")
     if access.averaged is not None:
         from reshard.transforms.average import average  # numpy
 
         others, factors = access.averaged
         alike = Access(plan_file=access.plan_file, download=access.download, **vars(hub))
         sources = [opened, *(open_beside(find(o, hub, Weights.RANGES), alike, opened.model) for o in others)]
-        opened = transformed(average(sources, factors, wide=access.dtype is not None))
+        opened = average(sources, factors, wide=access.dtype is not None)
     for delta in access.deltas:
         from reshard.transforms.patch import patch  # numpy
 
-        store, names = patch(opened, find(delta, hub, Weights.FILES))
-        opened = replace(transformed(store), was_named=names)
+        opened = patch(opened, find(delta, hub, Weights.FILES))
     if access.dequantize:
         from reshard.transforms.dequantize import dequantize  # numpy
 
-        opened = transformed(dequantize(opened))
+        opened = dequantize(opened)
     if access.adapter is not None:
         from reshard.transforms.adapter import add_adapter  # numpy
 
-        opened = transformed(add_adapter(opened, find(access.adapter, hub, Weights.FILES)))
+        opened = add_adapter(opened, find(access.adapter, hub, Weights.FILES))
     if access.quantize is not None:
         from reshard.transforms.quantize import quantize  # numpy
 
-        opened = with_quantized(opened, quantize(opened, access.quantize), first, access.plan_file)
+        opened = quantize(opened, access.quantize)
     if access.dtype is not None:
         from reshard.transforms.cast import cast  # numpy
 
@@ -161,48 +152,16 @@ def open_found(path: FilePath, access: Access, weights: Weights = Weights.RANGES
     return opened
 
 
-def with_quantized(source: Source, quantized: Quantized, first: Source, plan_file: Path | None = None) -> Source:
-    """The source with its weights quantized; ``first`` is the source as it was opened."""
-    note = _joined(source.note, quantized.note, source.names_of and "names are the published ones")
-    opened = _transformed(quantized.store, first, plan_file)
-    return replace(opened, note=note, error=quantized.error, was_named=None)
-
-
-def merged(source: Source, plan_file: Path | None = None) -> Source:
-    """The full checkpoint that a merge of a split source would write, put together as it is read."""
-    from reshard.transforms.tensors import changed, tensors_of  # numpy
-
-    store = changed(source, source.display_name, tensors_of(source))
-    return replace(_transformed(store, source, plan_file), manifest=source.manifest)
-
-
-def _transformed(store: RangeStore, first: Source, plan_file: Path | None) -> Source:
-    """Open the computed tensors in a store as a source."""
-    source = open_source(StoredPath(store), plan_file=plan_file, base=first.manifest)
-    source = replace(source, left_behind=first.left_behind, strays=first.strays, note=first.note)
-    return replace(
-        source,
-        was_adapted=first.was_adapted,
-        was_split=first.is_split,
-        was_named=first.names_of,
-        given_dtype=first.given_dtype,
-    )
-
-
-def _with_own_adapter(base: Source, folder: Folder, run: LoraRun, plan_file: Path | None) -> Source:
+def _with_own_adapter(base: Source, folder: Folder, run: LoraRun) -> Source:
     """The base model in a training run as if the LoRA adapter there had been merged into it. Raises ReshardError."""
     from reshard.transforms.adapter import with_adapter  # numpy
 
-    opened = _transformed(with_adapter(base, open_alone(folder, run, base.model)), base, plan_file)
+    opened = with_adapter(base, open_alone(folder, run, base.model))
     which = f"rank {' and '.join(map(str, run.ranks))}, alpha {run.lora.alpha:g}"
     note = f"the LoRA adapter in it ({which}) was added to the weights, in float64, and rounded"
     read = {name_in(file, base.path) for file in base.training.saved.files} if base.training is not None else set()
     strays = (each for each in base.strays if each not in read and each.rpartition("/")[2] not in SETTINGS_FILES)
-    return replace(opened, note=_joined(base.note, note), strays=tuple(strays), was_adapted=True)
-
-
-def _joined(*notes: str | None) -> str:
-    return "; ".join(filter(None, notes))
+    return replace(opened, strays=tuple(strays), was_adapted=True).noted(note)
 
 
 def _with_unlike_constants(source: Source) -> Source:

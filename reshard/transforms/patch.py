@@ -6,6 +6,7 @@ All is checked before anything is written: the delta's places, and the checksum 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from reshard.formats.notation.spellings import Spellings
 from reshard.formats.store import FilePath, public_name
 from reshard.model.naming import respelled
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.remote import Remote
 from reshard.store.threads import Threads
 from reshard.transforms.tensors import (
@@ -30,6 +30,7 @@ from reshard.transforms.tensors import (
     Arithmetic,
     Content,
     computed,
+    derived,
     file_of,
     part,
     store_of,
@@ -91,9 +92,8 @@ _CHANGES = Changes()
 # --------------------------------------------------------------------------------------------------- putting together
 
 
-def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
-    """Return a store of the base with the delta on it, and the kind of names that the delta gives the result. Reads all
-    of the base, whose names may have another spelling, and the changes.
+def patch(source: Source, path: FilePath) -> Source:
+    """The base with the delta on it. Reads all of the base, whose names may have another spelling, and the changes.
 
     Raises CheckpointError for a base that is an adapter and for a delta that is damaged, MismatchError if it is not for
     this base.
@@ -164,7 +164,8 @@ def patch(source: Source, path: FilePath) -> tuple[RangeStore, str | None]:
     own = {name: source.side_files[name] if content is None else content for name, content in delta.sides.items()}
     check_unchanged(states)
     name_of = f"{public_name(source.path)} + {public_name(path)}"
-    return store_of(source, name_of, delta.files, contents, {**delta.documents, **own}), delta.names
+    store = store_of(source, name_of, delta.files, contents, {**delta.documents, **own})
+    return replace(derived(source, store), was_named=delta.names)
 
 
 def _checked(info: TensorInfo, infos: Sequence[TensorInfo], file: Remote) -> ChangedPlaces:

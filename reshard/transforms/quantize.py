@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,9 @@ from reshard.formats.numbers import CODES
 from reshard.formats.quantization.fp8 import BLOCK, PACKED, SETTINGS, what_stays
 from reshard.formats.store import public_name
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.store.threads import ArrayCache
 from reshard.text import plural
-from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, is_quantized, tensors_of
+from reshard.transforms.tensors import Arithmetic, Content, Tensor, changed, computed, derived, is_quantized, tensors_of
 
 NAME = "fp8-block"
 """The form's name, as in ``--quantize fp8-block``."""
@@ -82,28 +82,16 @@ def _of_rows(width: int, begin: int, end: int, row: Callable[[int], NDArray[np.u
     return content
 
 
-class Quantized(NamedTuple):
-    """Return a checkpoint of 8-bit floats, and a note for its reader.
-
-    ``error`` says of the weights that were read so far which has lost most, and the root mean square of that relative
-    to that of its numbers.
-    """
-
-    store: RangeStore
-    note: str
-    error: Callable[[], tuple[str, float] | None]
-
-
 def _stays(name: str) -> str | None:
     """Return what a tensor is that stays as it is."""
     return next((what for part, what in what_stays()[0].items() if part in name), None)
 
 
-def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _stays) -> Quantized:
+def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _stays) -> Source:
     """A checkpoint as if its weights were in fp8 blocks, all matrices but those of which ``stays`` says what they are.
 
-    Raises SettingError for another name than ``fp8-block``, CheckpointError if it is quantized already, and PlanError
-    for a model of which it is not known what stays, and for experts in one tensor.
+    Its names are the published ones. Raises SettingError for another name than ``fp8-block``, CheckpointError if it is
+    quantized already, and PlanError for a model of which it is not known what stays, and for experts in one tensor.
     """
     if name != NAME:
         raise refused("quantize", str(name), f"the form is {NAME}")
@@ -140,7 +128,6 @@ def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _st
     document = {**config, "quantization_config": {**SETTINGS, "modules_to_not_convert": [*listed_modules]}}
     sides = {**source.side_files, CONFIG: json_bytes(document) + b"\n"}
     beside = {key: f"{key}_scale_inv" for key in lost}
-    store = changed(source, f"{public_name(source.path)} (in {NAME})", contents, sides, beside)
     kept_text = ", ".join(f"{what} ({plural(count, 'tensor')})" for what, count in stay.items() if count)
     note = f"{plural(len(lost), 'weight')} were quantized to fp8 in blocks of {BLOCK} x {BLOCK}"
     note += f"; as in {shown_by}, these stay: {kept_text} and all vectors"
@@ -150,4 +137,6 @@ def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _st
         errors = [(math.sqrt(squares / total), name) for name, (squares, total) in sums.items() if total]
         return max(errors)[::-1] if errors else None
 
-    return Quantized(store, note, error)
+    store = changed(source, f"{public_name(source.path)} (in {NAME})", contents, sides, beside)
+    opened = derived(source, store).noted(note, source.names_of and "names are the published ones")
+    return replace(opened, error=error, was_named=None)

@@ -1,8 +1,8 @@
 """A source as named tensors of the full checkpoint, whatever form it has, and a checkpoint of computed tensors.
 
 A transform (``dequantize``, ``patch``, ``add_adapter``, ``convert``) takes the tensors of a source and gives others:
-each a ``Content``, which computes a range of bytes from ranges of other tensors when it is read. ``changed`` is the
-checkpoint that has them: a store, which is opened as a source again, so that transforms chain.
+each a ``Content``, which computes a range of bytes from ranges of other tensors when it is read. ``changed`` is a
+store of files that have them, ``derived`` the source that it is, so that transforms chain.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -37,15 +37,17 @@ from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.numbers import sums
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from reshard.formats.quantization.methods import quantization_settings
-from reshard.formats.store import FilePath, local_path, opened, read_into
-from reshard.mesh.plan import make_plan
+from reshard.formats.store import FilePath, StoredPath, local_path, opened, read_into
 from reshard.move.changes import Change
 from reshard.move.engine import fill
 from reshard.move.jobs import FilePlan, Job, TargetPlace
 from reshard.move.moves import jobs_of
 from reshard.move.slabs import Region, Route, Slab
 from reshard.placement.arrangement import arrangement_of
-from reshard.source.source import UNSPLIT, Source, SourceFile
+from reshard.source.folder import Folder
+from reshard.source.opening import open_folder
+from reshard.source.recognition import recognise
+from reshard.source.source import Source, SourceFile
 from reshard.store import range_store
 from reshard.store.remote import Remote
 from reshard.store.threads import ArrayCache
@@ -305,7 +307,7 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         others = {name: others[name] for name in source.twice.values()}
     jobs, nowhere = defaultdict[str, list[Job]](list), TargetPlace(FilePlan("", 0, Layout(0)), 0)
     if others:
-        target = arrangement_of(make_plan(source.model, UNSPLIT), HUGGING_FACE)
+        target = arrangement_of(source.whole, HUGGING_FACE)
         for job in jobs_of(source, target, {0: dict.fromkeys(others, nowhere)}):
             jobs[job.name].append(job)
     for name, tensor in others.items():
@@ -339,7 +341,7 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
     if checkpoint is not None and checkpoint.records and not checkpoint.renamed and not source.format.modules:
         index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
         return [*checkpoint.records], index
-    merged = Output(source, make_plan(source.model, UNSPLIT), HUGGING_FACE, names=None)
+    merged = Output(source, source.whole, HUGGING_FACE, names=None)
     return [
         SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in merged.files
     ], documents_of(merged).general
@@ -351,7 +353,7 @@ def changed(
     tensors: Mapping[str, Tensor],
     sides: Mapping[str, FilePath | bytes] | None = None,
     beside: Mapping[str, str] = MappingProxyType({}),
-) -> range_store.RangeStore:
+) -> StoredPath:
     """Return a store: the source with these tensors in place of those of the same names, and with these side files, if
     given.
 
@@ -463,21 +465,35 @@ def _plain(value: Any) -> object:
 def store_of(
     source: Source, title: str, files: Sequence[SourceFileRecord], contents: Mapping[str, Content],
     documents: Mapping[str, FilePath | bytes],
-) -> range_store.RangeStore:  # fmt: skip
-    """A transformed checkpoint: a store of computed weight files with these contents of their tensors, and the files
-    beside them.
+) -> StoredPath:  # fmt: skip
+    """A store of computed weight files with these contents of their tensors, and the files beside them.
 
     Raises MismatchError if a file of the source was changed meanwhile.
     """
     np.empty(_KEPT, np.uint8)
-    computed_files = dict[str, range_store.FileContent]()
+    named = dict[str, range_store.FileContent](documents)
     for file in files:
         infos = (info for info in file.tensors.values() if info.nbytes)
         pieces = (ComputedBytes(info.offset, info.offset + info.nbytes, contents[info.name]) for info in infos)
-        computed_files[file.name] = ComputedFile(file.name, file.header, tuple(pieces), file.size)
+        named[file.name] = ComputedFile(file.name, file.header, tuple(pieces), file.size)
     source.check_unchanged()
-    store = range_store.RangeStore(
-        title, {**documents, **computed_files}, location=source.location, commit=source.commit
-    )
-    store.keep({file.name: {0: file.header} for file in files})
-    return store
+    return StoredPath(range_store.RangeStore(title, named, location=source.location, commit=source.commit))
+
+
+def derived(source: Source, store: StoredPath, *, own_rules: bool = True, is_part: bool = False) -> Source:
+    """The source that a store of tensors computed from another one is, with all that is known of the other.
+
+    Without ``own_rules`` its rules are those of its model type. It may be a part of a model (``is_part``).
+    """
+    rules = source.model.architecture if own_rules else None
+    opened = open_folder(recognise(Folder(store, rules=rules)), is_part=is_part)
+    return replace(
+        opened, left_behind=source.left_behind, strays=source.strays, note=source.note, given_dtype=source.given_dtype,
+        was_adapted=source.was_adapted, was_split=source.is_split, was_named=source.names_of,
+    )  # fmt: skip
+
+
+def merged(source: Source) -> Source:
+    """The full checkpoint that a merge of a split source would write, put together as it is read."""
+    store = changed(source, source.display_name, tensors_of(source))
+    return replace(derived(source, store), manifest=source.manifest)

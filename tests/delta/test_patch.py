@@ -19,6 +19,7 @@ from reshard.formats.errors import CheckpointError, MismatchError, ReshardError
 from reshard.formats.files.delta import digest
 from reshard.formats.files.safetensors import build_header, read_header
 from reshard.source.opening import open_source
+from reshard.store.range_store import remote_of
 from reshard.text import human_bytes
 from reshard.transforms import patch as patching
 from reshard.transforms.tensors import ComputedFile
@@ -253,9 +254,9 @@ def test_any_range_of_a_patched_file(
     places = np.random.default_rng(0).permutation(740)[: count // 3]
     after = tuned(base, tmp_path / "after", {EMBED: [(int(i), 0x1234) for i in places]})
     diff(base, after, out=tmp_path / "delta", compress=compress)
-    found, _ = patching.patch(open_source(base), tmp_path / "delta")
+    found = patching.patch(open_source(base), tmp_path / "delta")
     file = next(file for file in after.glob("*.safetensors") if EMBED in read_header(file).tensors)
-    content, made = file.read_bytes(), found.files[file.name]
+    content, made = file.read_bytes(), remote_of(found.path / file.name)
     assert isinstance(made, ComputedFile)
     read, draw = made.read, np.random.default_rng(1)
     for _ in range(300):

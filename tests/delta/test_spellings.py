@@ -7,8 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from reshard.api import diff, split
+from tests import peft_adapters
 from tests.marks import one_of_each
 from tests.support import changed_tensors, command
 from tests.verify.test_spellings import SPELLINGS, spelled
@@ -51,3 +54,14 @@ def test_a_delta_is_put_on_a_base_in_another_spelling(
     if b in ("published", OF_MODULES, "without the root"):
         theirs, ours = (load_file(folder / "model.safetensors").keys() for folder in (other, tmp_path / "out"))
         assert ours == theirs
+
+
+def test_the_names_of_a_delta_stay_with_an_adapter_on_its_result(tmp_path: Path) -> None:
+    one, other = spelled("qwen3_moe", "published", tmp_path / "a"), tuned("qwen3_moe", OF_MODULES, tmp_path / "b")
+    adapter = peft_adapters.made("qwen3_moe", "linear")
+    diff(one, other, out=tmp_path / "delta")
+    split(one, tmp_path / "at-once", patch=tmp_path / "delta", adapter=adapter, format="huggingface")
+    split(other, tmp_path / "after", adapter=adapter, format="huggingface")
+    found, should = (load_file(tmp_path / name / "model.safetensors") for name in ("at-once", "after"))
+    assert found.keys() == should.keys() == load_file(other / "model.safetensors").keys()
+    assert all(torch.equal(found[name], should[name]) for name in found)

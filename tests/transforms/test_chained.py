@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.api import diff, load, merge, split
 from reshard.formats.errors import MismatchError, ReshardError
 from reshard.source.access import Access
+from reshard.source.opening import open_source
 from reshard.store.range_store import remote_of
-from reshard.transforms.opening import open_any
+from reshard.transforms.opening import open_any, open_converted
 from tests import peft_adapters, store
 from tests.marks import one_of_each, thorough
 from tests.stores.store_server import StoreServer
@@ -109,6 +112,42 @@ def test_a_source_that_does_not_know_the_original_files(form: str, made: Path, t
     assert found.keys() == should.keys() and all(torch.equal(found[name], should[name]) for name in should)
     with pytest.raises(MismatchError, match="another base"):
         load(made / "bf16-after", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("bf16", {"patch"}),
+        ("bf16", {"adapter"}),
+        ("fp8", {"dequantize"}),
+        ("bf16", {"quantize"}),
+        ("fp8", {"patch", "dequantize", "adapter", "quantize", "dtype"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(sorted(value)),
+)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_computed_source_has_the_rules_and_the_facts_of_its_source(
+    name: str, given: set[str], is_split: bool, made: Path, tmp_path: Path
+) -> None:
+    """The rules of a user's plan, or of a manifest, and what lies beside the weights."""
+    base, plan = shutil.copytree(made / name, tmp_path / "base"), tmp_path / "mine.toml"
+    plan.write_text(tomli_w.dumps(open_source(base).rules | {"name": "mine"}))
+    access = Access(plan_file=plan)
+    if is_split:
+        split(base, tmp_path / "shards", ep=2, plan_file=plan, **ONE)
+        base, access = tmp_path / "shards", Access()
+    (base / "optimizer.pt").write_bytes(b"x")
+    found = {**options(made, name, "patch dequantize adapter"), "quantize": "fp8-block", "dtype": "fp16"}
+    opened = open_any(base, replace(access, **{key: found[key] for key in given}))
+    assert opened.model.architecture.name == "mine"
+    assert opened.strays == ("optimizer.pt",) and opened.is_split == is_split and opened.location == str(base)
+
+
+def test_a_converted_adapter_has_the_facts_of_its_source(tmp_path: Path) -> None:
+    adapter = shutil.copytree(peft_adapters.made("mixtral", "experts"), tmp_path / "adapter")
+    (adapter / "optimizer.pt").write_bytes(b"x")
+    opened = open_converted(adapter, Access(config=store.checkpoint("mixtral")), "peft-per-expert")
+    assert opened.strays == ("optimizer.pt",)
 
 
 def test_the_command(made: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from reshard.formats.notation.adapters import adapter_architecture, settings_of
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.architecture_files import find_architecture
 from reshard.formats.numbers import CODES, as_float32, sums
-from reshard.formats.store import StoredPath
 from reshard.source.opening import open_source
 from reshard.store.range_store import remote_of
 from reshard.transforms.adapter import add_adapter
@@ -223,8 +222,8 @@ def test_no_bit_of_a_sum_depends_on_a_librarys_order(dtype: str, kind: str) -> N
 
 def test_no_bit_depends_on_the_range_that_is_read() -> None:
     base = store.checkpoint("mixtral", "bfloat16")
-    path = StoredPath(add_adapter(open_source(base), peft_adapters.made("mixtral", "linear")), "model.safetensors")
-    file = remote_of(path)
+    added = add_adapter(open_source(base), peft_adapters.made("mixtral", "linear"))
+    file = remote_of(added.path / "model.safetensors")
     assert file is not None
     read, chance = file.read, np.random.default_rng(0)
     whole = bytes(read(0, file.size))

@@ -23,10 +23,10 @@ from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation.adapters import settings_of
 from reshard.formats.notation.architecture import SETTINGS
 from reshard.formats.notation.tables import version_of
+from reshard.formats.store import Store, StoredPath
 from reshard.mesh.plan import Plan
 from reshard.source.opening import open_source
 from reshard.source.source import Source
-from reshard.store.range_store import RangeStore
 from reshard.transforms.adapter import add_adapter
 from reshard.verify.forward.foreign import write_rank
 from reshard.verify.run_settings import BYTES_ALONE
@@ -100,7 +100,9 @@ def write_adapted_rank(base: Source, plan: Plan, rank: int, adapter: Path, folde
     if not read_header(adapter / ADAPTER).tensors:
         return base_rank  # a pipeline stage that it does not change
     try:
-        return _copied(add_adapter(open_source(base_rank, is_part=True), adapter), folder / "sum")
+        added = add_adapter(open_source(base_rank, is_part=True), adapter, is_part=True)
+        assert isinstance(added.path, StoredPath)
+        return _copied(added.path.store, folder / "sum")
     except ReshardError as error:  # an axis of which a rank's config.json cannot say what the rank has
         raise CheckpointError(
             f"a rank's part of the adapter is not added to that rank's part of the base model: {error.message}",
@@ -108,7 +110,7 @@ def write_adapted_rank(base: Source, plan: Plan, rank: int, adapter: Path, folde
         ) from error
 
 
-def _copied(store: RangeStore, folder: Path) -> Path:
+def _copied(store: Store, folder: Path) -> Path:
     """Write the files of a store into a new folder, and return it."""
     folder.mkdir()
     for name, stat in store.stats.items():

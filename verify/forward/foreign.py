@@ -22,11 +22,11 @@ from reshard.formats.files.checkpoint import CONFIG, MODEL
 from reshard.formats.files.safetensors import DTYPE_BITS, build_header
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
-from reshard.mesh.plan import Plan, make_plan, rank_config
+from reshard.mesh.plan import Plan, rank_config
 from reshard.placement.arrangement import align_atoms, arrangement_of
 from reshard.placement.pieces import PieceBox, Position, boxes
 from reshard.placement.stored import Location
-from reshard.source.source import UNSPLIT, Source
+from reshard.source.source import Source
 from reshard.verify.bytes.blocks import Line
 from reshard.verify.bytes.reading import Files
 from reshard.verify.bytes.rules import with_sound_config
@@ -68,7 +68,7 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
 
 def write_whole(source: Source, folder: Path) -> Path:
     """Write a full checkpoint into a folder from which transformers loads it, and return that."""
-    write_rank(source, make_plan(source.model, UNSPLIT), 0, folder)
+    write_rank(source, source.whole, 0, folder)
     (folder / CONFIG).write_text(json.dumps(source.read_config()), encoding="utf-8")
     return folder
 

@@ -84,10 +84,11 @@ POSITIONAL = {
 
 # model types that transformers cannot build, knows by another name, or writes with other names than the published ones
 NOT_IN_THE_ZOO = {
-    "NemotronH_Nano_Omni_Reasoning_V3", "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "deepseek", "deepseek_ref",
-    "fast_vlm", "gemma3n", "glm4v_moe_text", "glm4v_text", "gpt-sw3", "internlm", "internlm3", "iquestcoder", "kimi_k2",
-    "kimi_k25", "llava_next", "logics", "minicpm", "orion", "perception_lm", "qwen2_5_vl_text", "qwen2_vl_text",
-    "qwen3_vl_moe_text", "qwen3_vl_text", "shieldgemma2", "step3_text", "vipllava", "xverse",
+    "EvollaModel", "NemotronH_Nano_Omni_Reasoning_V3", "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "deepseek",
+    "deepseek_ref", "fast_vlm", "gemma3n", "glm4v_moe_text", "glm4v_text", "gpt-sw3", "internlm", "internlm3",
+    "iquestcoder", "kimi_k2", "kimi_k25", "lfm2-vl", "llava_next", "logics", "minicpm", "orion", "perception_lm",
+    "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text", "shieldgemma2", "step3_text",
+    "vipllava", "xverse",
 }  # fmt: skip
 
 

@@ -132,6 +132,6 @@ def test_modules_of_a_user_hide_nothing(form: str, installed: Path, tmp_path: Pa
 
 
 def test_the_function_verify_is_found_after_its_modules(installed: Path, tmp_path: Path) -> None:
-    code = "from reshard.verify.command import Path; import reshard; print(reshard.verify.__name__, reshard.live)"
+    code = "from reshard.verify.command import Answer; import reshard; print(reshard.verify.__name__, reshard.live)"
     done = run(installed, "-c", code, cwd=tmp_path)
     assert done.stdout.startswith("verify <module"), done.stderr

@@ -46,10 +46,11 @@ import numpy as np
 from reshard.api import split
 from reshard.formats.errors import ReshardError
 from reshard.formats.files.safetensors import build_header, read_header
-from reshard.formats.notation.architecture_files import built_in_architectures
+from reshard.formats.notation.architecture_files import built_in_architectures, find_architecture
 from reshard.formats.notation.components import components
 from reshard.formats.notation.format import Format
 from reshard.formats.notation.format_file import PROGRAMS, READ, format_of, read_format
+from reshard.formats.notation.spellings import Spellings
 from reshard.formats.notation.tables import HEADS
 from reshard.mesh.plan import Degrees
 from reshard.model.model import Model
@@ -123,7 +124,8 @@ def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | No
     infos = [info._replace(name=_published(info.name, begins)) for info in infos]
     if untied:
         table = next(info for info in infos if info.name.endswith(TABLES) and len(info.shape) == 2)
-        infos.append(table._replace(name=HEAD))
+        spellings = Spellings(find_architecture(config, checkpoint), config)
+        infos.append(table._replace(name=_published(spellings.published(HEAD) or HEAD, begins)))
     tensors, data, first = [], [], FIRST
     for info in infos:
         if info.dtype in {"F32", "BF16", "F16"}:
@@ -885,7 +887,7 @@ def updated(old: Mapping[str, Any], new: Mapping[str, Any], names: Collection[st
                 content = json.dumps({name: value for name, value in entry.items() if name != "types"})
                 types[content].update(each for each in entry["types"] if not is_old or each not in names)
         document[key] = [{**json.loads(content), "types": sorted(of)} for content, of in types.items() if of]
-    document["lines"].sort(key=lambda entry: min(map(_place, entry["tensors"].values())))
+    document["lines"].sort(key=lambda entry: min(_place(*line) for line in entry["tensors"].items()))
     reasons = {
         name: entry["why"]
         for entries in (old["refused"], new["refused"])
@@ -900,14 +902,13 @@ def updated(old: Mapping[str, Any], new: Mapping[str, Any], names: Collection[st
     return document
 
 
-def _place(lines: Any) -> tuple[bool, int]:
+def _place(to: str, lines: Any) -> tuple[bool, int]:
     """The place of the lines of a tensor among all: prefixes come last, the longest first."""
-    every = [
+    every = (
         line if isinstance(line, dict) else {"from": line} for line in (lines if isinstance(lines, list) else [lines])
-    ]
-    return min(
-        rank_of({**line, "from": [line["from"]] if isinstance(line["from"], str) else line["from"]}) for line in every
     )
+    sources = (line | {"from": [line["from"]] if isinstance(line["from"], str) else line["from"]} for line in every)
+    return min(rank_of(line | {"to": to}) for line in sources)
 
 
 def write(folder: Path, dumps: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,14 +152,21 @@ def test_config_json_or_the_model_type_says_that_it_is_tied(settings: dict, is_o
     assert (HEAD in source.names) is not is_one and dict(source.twice) == ({HEAD: TABLE} if is_one else {})
 
 
+def without_ties(file: Path) -> dict[str, Any]:
+    """A config.json without a word on ties, and without one on those of the model within."""
+    config = json.loads(file.read_text())
+    config |= {"text_config": {key: value for key, value in config["text_config"].items() if "tie_word" not in key}}
+    config = {key: value for key, value in config.items() if "tie_word" not in key}
+    file.write_text(json.dumps(config))
+    return config
+
+
 @pytest.mark.parametrize(("model", "is_own"), [("mistral3", True), ("gemma3", False)])
 def test_the_language_model_within_says_whether_it_is_tied(model: str, is_own: bool, tmp_path: Path) -> None:
     """By the default of its type, where config.json says nothing: Mistral Small 3.2 has a head of its own."""
     shutil.copytree(store.checkpoint(model), tmp_path / "model")
-    file, tensors = tmp_path / "model/config.json", load_file(tmp_path / "model/model.safetensors")
-    config = json.loads(file.read_text())
-    config |= {"text_config": {key: value for key, value in config["text_config"].items() if "tie_word" not in key}}
-    file.write_text(json.dumps({key: value for key, value in config.items() if "tie_word" not in key}))
+    without_ties(tmp_path / "model/config.json")
+    tensors = load_file(tmp_path / "model/model.safetensors")
     table, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
     for is_copy in (True, False):
         tensors[head] = tensors[table].clone() if is_copy else tensors[table] + 1
@@ -191,3 +199,28 @@ def test_both_are_cast(both: Path, tmp_path: Path, form: str | None) -> None:
     merged, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", both))
     assert merged.keys() == original.keys()
     assert all(torch.equal(t.nan_to_num(), original[name].float().nan_to_num()) for name, t in merged.items())
+
+
+def test_a_head_of_its_own_is_moved_to_vllm_and_runs(tmp_path: Path) -> None:
+    """Of Mistral 3, whose config.json says nothing of ties, as transformers 4 saved it."""
+    shutil.copytree(store.checkpoint("mistral3"), tmp_path / "model")
+    config = without_ties(tmp_path / "model/config.json")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"] + 1
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+    split(tmp_path / "model", tmp_path / "vllm", tp=2, format="vllm")
+    rank = load_file(tmp_path / "vllm" / "model-rank-1-part-0.safetensors")
+    head, table = (rank[f"language_model.{name}.weight"] for name in ("lm_head", "model.embed_tokens"))
+    assert not torch.equal(head, table) and "tie_word_embeddings" not in config
+    assert verify(tmp_path / "model", tmp_path / "vllm", quiet=True).verdict == "same"
+
+
+@pytest.mark.parametrize(("model", "name"), [("lfm2_vl", "lfm2-vl"), ("evolla", "EvollaModel")])
+def test_a_type_is_known_by_the_name_of_its_first_publication(model: str, name: str, tmp_path: Path) -> None:
+    shutil.copytree(store.checkpoint(model), tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": name}))
+    split(tmp_path / "model", tmp_path / "shards", tp=2)
+    split(store.checkpoint(model), tmp_path / "same", tp=2)
+    ours, theirs = (load_file(tmp_path / each / "rank-00-of-02/model.safetensors") for each in ("shards", "same"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -40,7 +40,6 @@ NO_RESULT = {
 VACUOUS = {
     ("split", "--names"): "the modules of a Llama have the published names",
     ("merge", "--names"): "the modules of a Llama have the published names",
-    ("plan", "--names"): "the modules of a Llama have the published names",
     ("patch", "--names"): "the modules of a Llama have the published names",
     ("split", "--no-pad-vocab"): "where nothing is padded",
     ("split", "--uneven"): "where boxes may have any size",

@@ -33,7 +33,7 @@ from reshard.placement.arrangement import arrangement_of
 from tools.tables import by_reason, text_of
 
 OUTPUT = PROGRAMS / "transformers.json"
-LEVELS = {"lines": 3, "published": 3, "unsaved": 2, "refused": 2, "beyond": 2}
+LEVELS = {"lines": 3, "published": 3, "refused": 2, "beyond": 2}
 _DTYPES = {torch.float32: "F32", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.bfloat16: "BF16"}
 _LEAST = 3
 """Names that a prefix must explain to be a line."""
@@ -56,7 +56,6 @@ class Observed:
     lines: Mapping[str, Line] = field(default_factory=dict)
     published: Mapping[str, Line] = field(default_factory=dict)
     """Lines for the names in its checkpoints, where they are not those of its architecture file."""
-    unsaved: Sequence[str] = ()
     """Tensors that its class does not save."""
     reason: str | None = None
     beyond: str | None = None
@@ -110,8 +109,7 @@ def observe(model_type: str, built: Any) -> Observed:
             raise NotExpressibleError(str(why))
         saved = [(pattern, generalized(saved_as, saved_as, pattern)) for saved_as, (pattern, _) in own.items()]
         published = merged([(to, {"from": [source], "to": to}) for source, to in saved], set())
-        unsaved = sorted(own[key][0] for key in own.keys() & {*(built._keys_to_ignore_on_save or ())})
-        observed = Observed(name, model_type, _by_text(lines), _by_text(published), unsaved, beyond=why)
+        observed = Observed(name, model_type, _by_text(lines), _by_text(published), beyond=why)
         _check(observed, model, built)
         return observed
     except ReshardError as error:
@@ -377,25 +375,21 @@ def document_of(observed: Sequence[Observed]) -> dict[str, Any]:
     The first class of a model type stands for the type, too. Lines of single tensors come before those of prefixes, of
     which the longest is the first, and those that hold only where a tensor is not there before all.
     """
-    refused, beyond, unsaved = dict[str, str](), dict[str, str](), dict[tuple[str, ...], set[str]]()
+    refused, beyond = dict[str, str](), dict[str, str]()
     first: dict[str, str] = {}
     lines, published = list[tuple[str, Line, str]](), list[tuple[str, Line, str]]()
     for one in observed:
         names = [one.name, one.model_type][: 1 + (first.setdefault(one.model_type, one.name) == one.name)]
         refused |= dict.fromkeys(names, one.reason) if one.reason else {}
         beyond |= dict.fromkeys(names, one.beyond) if one.beyond else {}
-        if one.unsaved:
-            unsaved.setdefault((*one.unsaved,), set()).update(names)
         for of, own in ((lines, one.lines), (published, one.published)):
             of += [(key, line, name) for key, line in own.items() for name in names]
-    groups = [{"tensors": [*of], "types": sorted(names)} for of, names in unsaved.items()]
     return {
         "classes": sorted({one.name for one in observed}),
         "refused": refused,
         **({"beyond": by_reason(beyond)} if beyond else {}),
         "lines": _of_types(lines),
         **({"published": _of_types(published)} if published else {}),
-        **({"unsaved": groups} if groups else {}),
     }
 
 

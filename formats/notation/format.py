@@ -535,10 +535,6 @@ class Types:
     """For each such type, the names of all tensors that were compared."""
     published: tuple[Line, ...] = field(default=(), metadata={"read": lambda value, where: lines_of_types(value)})
     """Lines for the names in published checkpoints, where these are not those of the architecture's lines."""
-    unsaved: Mapping[str, frozenset[str]] = field(
-        default_factory=dict, metadata={"read": _of_each("tensors", reader_for(frozenset[str]))}
-    )
-    """The tensors that classes compute and do not save."""
     made_with: Mapping[str, str] = field(default_factory=dict)
     """The programs' versions."""
 

@@ -304,9 +304,7 @@ def in_modules(plain: Format) -> Format:
 def in_published() -> Format:
     """One full checkpoint with the names of published ones, of whatever prefix the model's tensors have their names."""
     known = format_of("transformers").types
-    unsaved = [(name, each) for name, names in known.unsaved.items() for each in sorted(names)]
-    dropped = tuple(Dropped(Pattern(each), types=frozenset({name})) for name, each in unsaved)
-    types, rules = Types(classes=known.classes), Rules(known.published, dropped=dropped, keep=True)
+    types, rules = Types(classes=known.classes), Rules(known.published, keep=True)
     return replace(HUGGING_FACE, rules=rules, types=types, spelling=PUBLISHED, plain=False)
 
 

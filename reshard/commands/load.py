@@ -219,7 +219,7 @@ def _opened(request: RankRequest) -> tuple[Source, Arrangement]:
         raise refused("names", request.names, "it has names of its own", format=request.format)
     check_kept(request, format)
     opened = open_any(request.source, request)
-    names = rank_names(opened, request.names)[0] if format is OWN else {}
+    names = rank_names(opened, request.names).renamed if format is OWN else {}
     return opened, arrangement_of(plan_for(opened.model, format, request), format, names=names)
 
 

@@ -8,12 +8,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from reshard.formats.errors import PlanError, Refusal, redacted
+from reshard.formats.errors import PlanError, Refusal, redacted, refused
 from reshard.formats.files.safetensors import tensor_bytes
 from reshard.formats.hints import typed
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.axes import Share
-from reshard.formats.notation.format import CutRule, Format, Pattern
+from reshard.formats.notation.format import SOURCE_NAMES, CutRule, Format, Pattern
 from reshard.formats.notation.format_file import HUGGING_FACE, OWN, format_to_write, with_names
 from reshard.mesh.degrees import Sweep, sweep
 from reshard.mesh.plan import Degrees, Plan
@@ -170,6 +170,8 @@ def planned_format(request: PlanRequest) -> Format:
     if format is HUGGING_FACE:
         what = f"'{format.name}' is one full checkpoint: there are no ranks to plan for"
         raise PlanError(what, "give the format of a program that loads ranks")
+    if format is OWN and request.names != SOURCE_NAMES:
+        raise refused("names", None, "a plan of ranks has the model's names", instead=({"format": "dcp"},))
     check_kept(request, format)
     return format
 

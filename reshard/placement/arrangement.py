@@ -112,8 +112,6 @@ class Arrangement:
         ):
             geometries: dict[Kind, tuple[Geometry, Stated | None]] = {}
             for name, kind, _ in self.plan.model.tensors:  # each is stored as it is: there may be half a million
-                if name in self.dropped:
-                    continue
                 if kind not in geometries:
                     layouts = (self._layout(kind, self.parts[kind][0], None, self.plan),)
                     geometries[kind] = Geometry(self.parts[kind], layouts, False), self._stated(kind)

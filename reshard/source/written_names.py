@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import NamedTuple
 
 from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.notation.architecture_files import find_architecture
@@ -49,14 +50,27 @@ def module_names(source: Source) -> dict[str, str]:
     return {name: found for name, found in spelled if found not in {name, None}}
 
 
-def rank_names(source: Source, names: str | None) -> tuple[dict[str, str], str | None]:
-    """The names of tensors in the folders of ranks, where the model has other ones, and their spelling (None: as
-    published): those of the source, published ones or those of modules. Raises CheckpointError for names that are
-    asked for by their kind and cannot be had.
+class RankNames(NamedTuple):
+    """The names of tensors in the folders of ranks."""
+
+    renamed: dict[str, str]
+    """The names by those of the model, where they differ."""
+    spelling: str | None = None
+    """Whose names they are, if not the published ones."""
+    note: str | None = None
+    """The reason why they are not those of the source, which were asked for."""
+
+
+def rank_names(source: Source, names: str | None) -> RankNames:
+    """The names of a source's tensors in the folders of ranks: those of the source, published ones or those of modules.
+    Raises CheckpointError for names that are asked for by their kind and cannot be had.
     """
     if names == MODULES:
-        return module_names(source), MODULES
-    with suppress(CheckpointError):
-        if names == SOURCE_NAMES and source.names_of == MODULES:
-            return module_names(source), MODULES
-    return published_names(source) if names == PUBLISHED else {}, None
+        return RankNames(module_names(source), MODULES)
+    if names == SOURCE_NAMES and source.names_of == MODULES:
+        try:
+            return RankNames(module_names(source), MODULES)
+        except CheckpointError as error:
+            why = error.message.removeprefix(f"{source.path}: ")
+            return RankNames({}, note=f"ranks have the published names, as {why}")
+    return RankNames(published_names(source) if names == PUBLISHED else {})

@@ -22,7 +22,7 @@ from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, Identity
 from reshard.formats.files.safetensors import DTYPE_BITS, tensor_bytes
 from reshard.formats.notation.architecture import without_numbers
 from reshard.formats.notation.format import MODULES, PUBLISHED, SOURCE_NAMES, Format
-from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules, in_published
+from reshard.formats.notation.format_file import HUGGING_FACE, OWN, in_modules
 from reshard.mesh.plan import Plan
 from reshard.model.model import in_order
 from reshard.move.jobs import FilePlan
@@ -70,14 +70,12 @@ class Output:
         renamed = published_names(source) if is_full and names == PUBLISHED else {}
         self.names = format.spelling
         """The spelling of its names, if it is not the published one."""
+        self.note: str | None = None
+        """A sentence on its names, if they are not those of its source."""
         if format is OWN:
-            renamed, self.names = rank_names(source, names)
+            renamed, self.names, self.note = rank_names(source, names)
         self.is_restored = is_full and max_shard_size is None and bool(record.files) and is_spelled_so and not renamed
         spelled = in_modules(format) if is_full and wanted == MODULES else format
-        if is_full and renamed and source.aliases:  # a state dict, which has what a class computes, too
-            published = in_published()
-            rules = dataclasses.replace(format.rules, dropped=published.rules.dropped)
-            spelled = dataclasses.replace(format, rules=rules, types=published.types)
         # a loader asks for each name that was saved
         is_run = source.checkpoint is None and names in {PUBLISHED, None}  # whose second names are the trainer's
         is_named = format.files.is_distributed and format.rules.keep and not is_run
@@ -100,8 +98,7 @@ class Output:
             is_same = ours == others
         self.training = source.training if is_same or format.files.is_single else None
         self._constants = source.constants if is_same and state is None else {}
-        dropped = sorted(self.arrangement.dropped) if format.plain else ()
-        self.left_behind = (*self._not_carried(), *dropped, *(source.strays if state is None else ()))
+        self.left_behind = (*self._not_carried(), *(source.strays if state is None else ()))
         self.chunks = ChunkFiles(self.arrangement, format, self.training, state)
         self.rank_files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
         self._last = list[Tensor]()
@@ -193,7 +190,7 @@ class Output:
         tensors = [
             Tensor(name, kind.dtype, kind.shape, tensor_bytes(name, kind.dtype, kind.shape))
             for name, kind, _ in self.plan.model.tensors
-            if kind in changed or (name in self.arrangement.dropped and not self.format.plain)
+            if kind in changed or name in self.arrangement.dropped
         ]
         if tensors:
             layout = SAFETENSORS.build(tensors, Around({"format": "pt"}))

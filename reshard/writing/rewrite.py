@@ -186,7 +186,7 @@ def _summary(
         notes.append("weights in fp8 were dequantized to BF16")
     if request.adapter is not None:
         notes.append("the adapter was added to the weights, in float64, and rounded")
-    notes += [source.note] if source.note else []
+    notes += filter(None, (source.note, new.note))
     config, given = source.model.config, source.given_dtype
     _, stated = with_dtype(config, source.model.architecture.section(config), given)  # in the end, after a cast
     if given is not None and stated:

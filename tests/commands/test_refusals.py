@@ -258,3 +258,9 @@ def test_nothing_is_changed_by_a_refusal(source, shards, tmp_path):
             call()
     assert (contents(source), contents(shards)) == before
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("names", ["published", "modules"])
+def test_names_of_a_plan_without_a_format(names, source):
+    with refused(PlanError, "names is not possible", "a plan of ranks has the model's names"):
+        plan(source, tp=2, names=names)

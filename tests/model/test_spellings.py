@@ -179,6 +179,8 @@ def test_ranks_have_the_names_of_their_source(name: str, tmp_path: Path) -> None
     except ReshardError as error:
         assert "joined with others or in another order" in error.message
         assert held <= names_and_values(model).keys()
+        done = reshard.split(modules, tmp_path / "said", tp=degree, dry_run=True, quiet=True)
+        assert "ranks have the published names, as transformers' modules have" in str(done.note)
     first = ranks / f"rank-00-of-{degree:02}"
     assert reshard.load(modules, tp=degree).keys() == names_and_values(first).keys()
     assert reshard.load(modules, tp=degree, names="published").keys() <= names_and_values(model).keys()
@@ -241,9 +243,6 @@ def test_a_run_in_the_names_of_modules_comes_back_with_the_published_ones(name: 
     assert names_and_values(tmp_path / "back") == published
 
 
-COMPUTED = {f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")}
-"""Positions of Marian: published with old models, and not saved since."""
-
 REFUSED = sorted(NO_PLACE - {"esm", "esm-absolute", "zamba", "zamba2"})
 
 
@@ -272,7 +271,6 @@ def test_published_names_are_those_of_each_tensor_once(name: str, tmp_path: Path
     plain(state, tmp_path / "plain", model)
     reshard.split(tmp_path / "plain", tmp_path / "ranks", tp=1, quiet=True)
     published = names_and_values(model).keys() - zoo.ZOO[name].copies.keys()
-    published -= COMPUTED if name == "marian" else set()
     wanted = {key: state[key] for key in state.keys() & published}
     for source in ("plain", "ranks"):
         out = tmp_path / f"of {source}"
@@ -383,9 +381,8 @@ def test_published_names_claim_nothing_of_another_spelling(name: str, spelling: 
     assert found.verdict in {"right", "names"}, found
 
 
-HELD_TWICE = ["zamba2", "diffusion_gemma", "nomic_bert", "jina_embeddings_v3", "t5gemma2", "mt5", "marian"]
-"""Layers that share a block; an encoder that is the decoder; biases and tables that a class or a type ties; positions
-that a class computes.
+HELD_TWICE = ["zamba2", "diffusion_gemma", "nomic_bert", "jina_embeddings_v3", "t5gemma2", "mt5"]
+"""Layers that share a block; an encoder that is the decoder; biases and tables that a class or a type ties.
 """
 
 
@@ -411,19 +408,6 @@ def test_a_head_that_is_not_tied_is_one_although_its_type_shares_tables(containe
     run, given = stored(container, state | {"lm_head.weight": state["shared.weight"].clone()}, tmp_path / "run", model)
     reshard.merge(run, tmp_path / "out", names="published", quiet=True, **given)
     assert contents(tmp_path / "out").keys() == names_and_values(model).keys() >= {"lm_head.weight", "shared.weight"}
-
-
-def test_what_a_class_computes_is_left_behind_by_name(tmp_path: Path) -> None:
-    """Of a state dict: a published checkpoint that has it keeps it."""
-    model, out = store.checkpoint("marian"), tmp_path / "out"
-    plain(modules_of("marian"), tmp_path / "run", model)
-    done = reshard.merge(tmp_path / "run", out, names="published", quiet=True)
-    assert {*done.left_behind} == COMPUTED == names_and_values(model).keys() - contents(out).keys()
-    report = reshard.verify(tmp_path / "run", out, exact_only=True, quiet=True)
-    assert report.verdict == "same" and "(transformers computes it)" in report.to_text()
-    plain(root_changed(contents(model)), tmp_path / "hub", model)
-    done = reshard.merge(tmp_path / "hub", tmp_path / "kept", names="published", quiet=True)
-    assert not done.left_behind and contents(tmp_path / "kept").keys() >= COMPUTED
 
 
 def test_published_names_are_known_as_such_where_those_of_modules_are_not() -> None:
@@ -617,3 +601,11 @@ def test_a_run_that_is_written_of_a_state_dict_is_read_again(name: str, tmp_path
     (tmp_path / "run" / "reshard.json").unlink()
     reshard.merge(tmp_path / "run", tmp_path / "out", config=model, quiet=True)
     assert reshard.diff(model, tmp_path / "out", quiet=True).same
+
+
+def test_a_git_for_videos_has_embeddings_of_time(tmp_path: Path) -> None:
+    model = store.checkpoint("git")
+    tensors = load_file(model / "model.safetensors") | {"git.img_temperal_embedding.0": torch.ones(1, 1, 80)}
+    plain(tensors, tmp_path / "video", model)
+    reshard.split(tmp_path / "video", tmp_path / "out", tp=2, quiet=True)
+    assert "git.img_temperal_embedding.0" in contents(tmp_path / "out" / "rank-01-of-02")

@@ -16,10 +16,8 @@ from reshard.formats.files.checkpoint import CONFIG, METADATA
 from reshard.formats.files.chunks import Chunk
 from reshard.formats.files.manifest import INTACT_FILE, MANIFEST, METADATA_KEY
 from reshard.formats.notation.axes import Run
-from reshard.formats.notation.format_file import in_published
 from reshard.formats.store import read_file
 from reshard.placement.arrangement import Arrangement, arrangement_of
-from reshard.placement.portions import dropped_of
 from reshard.placement.stored import Stored
 from reshard.source.opening import open_source
 from reshard.source.source import Source
@@ -100,15 +98,11 @@ class Structure:
         where = f"rank {rank}" if not self.shards.format.plain else self.shards.path.name
         where = where if self.shards.stated is None else self.arrangement.plan.mesh.folder(rank)
         tensors, is_own, planned_names = self.shards.ranks[rank], self.arrangement.format.plain, list[str]()
-        is_full = self.shards.checkpoint is not None
-        computed = dropped_of(self.original.model, in_published()) if is_full else frozenset[str]()
         for stored, shape in self.arrangement.tensors_of(rank):
             name = stored.name if stored.naming is None else stored.name_on(rank)
             planned_names.append(name)
             info = tensors.get(name)
-            if info is None and not computed.isdisjoint(atom.tensor for atom in stored.atoms):
-                self.not_compared.append(f"{name} (transformers computes it)")
-            elif info is None:
+            if info is None:
                 origin = "" if is_own else "".join(f", of '{atom.tensor}'" for atom in stored.atoms[:1])
                 self.missing.append(f"{where}: {name}{origin}")
             elif info.dtype != stored.dtype or info.shape != shape:

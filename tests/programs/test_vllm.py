@@ -23,7 +23,19 @@ from tests import store, zoo
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
 from tests.support import change_json, changed_tensors, command, contents
-from tools.vllm_names import DIGITS, FIXTURE, OBSERVED, REGISTRY, UNCOMPARED, UNTIED, hashes_of, held_in, make, shown
+from tools.vllm_names import (
+    DIGITS,
+    FIXTURE,
+    OBSERVED,
+    REGISTRY,
+    TEXT,
+    UNCOMPARED,
+    UNTIED,
+    hashes_of,
+    held_in,
+    make,
+    shown,
+)
 
 FORMAT = format_of("vllm")
 OBSERVATIONS: dict[str, Any] = json.loads(OBSERVED.read_text())
@@ -34,7 +46,7 @@ def _classes() -> dict[str, str]:
     """The first model of each set of lines, and of each architecture file: the tests' share of what was compared."""
     kinds, found = {*zoo.one_of_each()}, {}
     for name in HELD:
-        entry = zoo.ZOO[DIGITS.sub("", name).removesuffix(UNTIED)]
+        entry = zoo.ZOO[DIGITS.sub("", name).removesuffix(UNTIED).partition(TEXT)[0]]
         if entry.model_type in FORMAT.types.meshes or name in kinds:
             found.setdefault(entry.model_type, name)
     return found
@@ -52,7 +64,11 @@ NARROWED = sorted(name for name in HELD if DIGITS.search(name))
 """Of models of which vLLM holds tensors in bfloat16 whatever the model's dtype: a digit of each number."""
 
 
-@pytest.mark.parametrize("name", [*sorted({*_classes().values()} - {*NARROWED}), *NARROWED])
+WITHIN = sorted(name for name in HELD if TEXT in name)
+"""With another language model within towers than the zoo's."""
+
+
+@pytest.mark.parametrize("name", [*sorted({*_classes().values()} - {*NARROWED, *WITHIN}), *NARROWED, *WITHIN])
 @thorough
 def test_vllm_holds_what_is_written(name: str, tmp_path: Path) -> None:
     """Names, dtypes, shapes and each element on each rank, at the largest degree that vLLM loaded."""

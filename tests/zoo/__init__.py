@@ -194,15 +194,17 @@ def _entry(name: str, table: Mapping[str, Any], settings: Settings) -> Entry:
 
 
 def _replaced(settings: Settings, other: Settings) -> dict[str, Any]:
-    """Settings with others in the place of those that they have under the same names, also within parts."""
-    inner = {
-        key: _replaced(settings[key], value)
-        if isinstance(value, Mapping) and isinstance(settings[key], Mapping)
-        else value
-        for key, value in other.items()
-        if key in settings
-    }
-    return {**settings, **inner}
+    """Settings with others in the place of those that they have under the same names, also within parts; a part of
+    another type is replaced as a whole.
+    """
+
+    def part(old: Any, new: Any) -> Any:
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            return new
+        types = {each["model_type"] for each in (old, new) if "model_type" in each}
+        return new if len(types) > 1 else _replaced(old, new)
+
+    return {**settings, **{key: part(settings[key], value) for key, value in other.items() if key in settings}}
 
 
 def _build(

@@ -527,9 +527,12 @@ CORRECT: list[tuple[str, str, dict[str, Any]]] = [
     ("llama_kv2", "meta", {"tp": 2}),
     ("llama", "sglang", {"tp": 2}),
     ("llama", "vllm", {"tp": 2, "pp": 2}),
+    ("llava", "vllm", {"tp": 2}),
+    ("gemma3", "vllm", {"tp": 2}),
 ]
 """What is joined, stacked, transposed, widened, of a function, zero on all ranks but one, paired, replicated, under two
-names, not stored, or dealt in stages; and Meta's embedding, of which each rank has columns.
+names, not stored, or dealt in stages; Meta's embedding, of which each rank has columns; and of a tower, from which vLLM
+does not load all.
 """
 
 

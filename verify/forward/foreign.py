@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from reshard.formats.errors import CheckpointError
 from reshard.formats.files.checkpoint import CONFIG, MODEL
-from reshard.formats.files.safetensors import DTYPE_BITS, build_header
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo, build_header
 from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.torch_internals import TORCH_DTYPES, bytes_in
 from reshard.mesh.plan import Plan, rank_config
@@ -31,18 +32,24 @@ from reshard.verify.bytes.blocks import Line
 from reshard.verify.bytes.reading import Files
 from reshard.verify.bytes.rules import with_sound_config
 
+Holders = Sequence[Mapping[str, TensorInfo]]
+"""The tensors of each holder, by name."""
+
 
 def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
     """Write a folder like the one that ``reshard split`` writes for a rank of ``plan``, and return it.
 
     What the rank itself does not have of its part in the source's files, because the program deals the tensor along
-    another axis, other ranks have; of files with chunks, any. Padding that no rank has is zero. Raises CheckpointError
-    where other elements are lacking.
+    another axis, other ranks have; of files with chunks, any. Tensors that the program does not load stand beside the
+    shards. Padding that no rank has is zero. Raises CheckpointError where other elements are lacking.
     """
     theirs, ours = align_atoms(source.arrangement, arrangement_of(plan, HUGGING_FACE))
-    places: dict[str, list[tuple[Location, Location]]] = defaultdict(list)
+    places: dict[str, list[tuple[Holders, Location, Location]]] = defaultdict(list)
     for atom, place in theirs.atoms.items():
-        places[atom.tensor].append((place, ours.atoms[atom]))
+        places[atom.tensor].append((source.ranks, place, ours.atoms[atom]))
+    whole = arrangement_of(source.whole, HUGGING_FACE).atoms if theirs.dropped else {}
+    for atom in (atom for atom in whole if atom.tensor in theirs.dropped and atom.tensor in source.intact):
+        places[atom.tensor].append(([source.intact], whole[atom], ours.atoms[atom]))
     parts, files = plan.boxes(rank), Files()
     of_rank = [tensor for tensor in plan.model.tensors if tensor.kind in parts and tensor.name in places]
     of_rank.sort(key=lambda tensor: -DTYPE_BITS[tensor.dtype])
@@ -53,13 +60,13 @@ def write_rank(source: Source, plan: Plan, rank: int, folder: Path) -> Path:
         file.write(build_header(entries, {"format": "pt"}))
         for name, dtype, shape in entries:
             part = np.zeros(shape, f"<u{DTYPE_BITS[dtype] // 8}")
-            for place, own in places[name]:
+            for holders, place, own in places[name]:
                 target = own.spread
                 pieces = {rank: rank_pieces} if (rank_pieces := target.pieces.get(rank)) else {}
                 for box in boxes(place.stored.geometry.spread(place.number), replace(target, pieces=pieces)):
                     if not box.sources:
                         raise CheckpointError(f"rank {rank} does not hold all of its part of '{name}'")
-                    values = _values(source, files, place, box, rank, dtype)
+                    values = _values(holders, files, place, box, rank, dtype)
                     for at in box.targets:
                         _elements(part, own, at, box)[...] = values
             file.write(part.data)
@@ -79,7 +86,7 @@ def _elements(data: NDArray[Any], place: Location, at: Position, box: PieceBox) 
     return Line(first, at.strides).array(data, 0, box.shape, 8 * data.itemsize)
 
 
-def _values(source: Source, files: Files, place: Location, box: PieceBox, rank: int, dtype: str) -> NDArray[Any]:
+def _values(holders: Holders, files: Files, place: Location, box: PieceBox, rank: int, dtype: str) -> NDArray[Any]:
     """The elements of a box in the dtype of Hugging Face's tensor: those that the rank itself has, if it has them.
 
     Of equal parts that the ranks add up, all but one of which are zeros, the sum.
@@ -87,7 +94,7 @@ def _values(source: Source, files: Files, place: Location, box: PieceBox, rank: 
     stored, function = place.stored, place.portion.function
     raw = []
     for at in sorted(box.sources, key=lambda at: at.holder != rank)[: None if place.zeros else 1]:
-        info = source.ranks[at.holder][stored.name_on(at.holder)]
+        info = holders[at.holder][stored.name_on(at.holder)]
         first = stored.geometry.first(at.holder, place.number) + at.base
         line, bits = Line(first, at.strides), DTYPE_BITS[stored.dtype]
         begin, nbytes = line.extent(box.shape, bits)

@@ -162,16 +162,7 @@ def parse_header(raw: bytes, path: FilePath, file_size: int | None) -> Header:
     length = _check_length(raw[:8], None, path)
     if length != len(raw) - 8:
         raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", DAMAGED)
-    entries = _decode(raw, path)
-    metadata: Any = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise CheckpointError(
-                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
-            )
-    tensors, end = _read_entries(entries, path, len(raw))
+    tensors, metadata, end = _read_usual(raw, path) or _read_any(raw, path)
     if file_size is not None and end != file_size:
         _refuse_size(file_size, end, next(reversed(tensors), None), path)
     return Header(tensors, metadata, raw)
@@ -261,6 +252,61 @@ def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
             f"{path}: the header should have {length} bytes; safetensors allows {MAX_HEADER}", _FOREIGN
         )
     return length
+
+
+_Content = tuple[dict[str, TensorInfo], dict[str, str], int]
+"""The tensors of a header in order of offset, its metadata, and the byte at which the file should end."""
+
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_METADATA = re.compile(rb'\{(?:"__metadata__":(\{(?:%b:%b,?)*+\}),)?' % (_STRING, _STRING))
+_ENTRY = re.compile(
+    rb'"((?!__metadata__")[^"\\\x00-\x1f]++)":(\{"dtype":"\w+","shape":\[[\d,]*+\]),'
+    rb'"data_offsets":\[(\d++),(\d++)\]\}(?:,(?=")|\} *\Z)'
+)
+
+
+def _read_usual(raw: bytes, path: FilePath) -> _Content | None:
+    """The content of a sound header in the spelling of the safetensors library, tensors in order of offset: without
+    an object for each entry, of which there may be half a million. None for any other header.
+    """
+    begin, at = _METADATA.match(raw, 8), len(raw)
+    end, place, tensors = b"0", begin.end() if begin else 0, dict[str, TensorInfo]()
+    alike: dict[bytes, tuple[str, tuple[int, ...], int]] = {}  # there are few dtypes and shapes
+    try:
+        metadata = strict_json((begin and begin[1] or b"{}").decode())
+        for count, entry in enumerate(_ENTRY.finditer(raw, place), 1):
+            name, like, first, last = entry.groups()
+            if like not in alike:
+                stated = strict_json(like.decode() + "}")
+                dtype, shape = stated["dtype"], tuple(stated["shape"])
+                if len(shape) > MAX_DIMS or not _sizes([*shape]):
+                    return None
+                alike[like] = dtype, shape, tensor_bytes("", dtype, shape)
+            dtype, shape, nbytes = alike[like]
+            # one name in memory for all ranks that have it
+            info = TensorInfo(sys.intern(name.decode()), dtype, shape, path, at, nbytes)
+            at += nbytes
+            if first != end or last != (end := b"%d" % (at - len(raw))) or entry.start() != place:
+                return None
+            place, tensors[info.name] = entry.end(), info
+    except (ValueError, CheckpointError):
+        return None
+    return (tensors, metadata, at) if place == len(raw) and len(tensors) == count else None
+
+
+def _read_any(raw: bytes, path: FilePath) -> _Content:
+    """The content of any header. Raises CheckpointError that says what is wrong with it."""
+    entries = _decode(raw, path)
+    metadata: Any = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
+            )
+    tensors, end = _read_entries(entries, path, len(raw))
+    return tensors, metadata, end
 
 
 def _decode(raw: bytes, path: FilePath) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from json.encoder import encode_basestring
 from operator import attrgetter
 from pathlib import Path
@@ -126,7 +126,7 @@ class SourceFileRecord:
     @property
     def layout(self) -> Layout:
         """The places of all tensors in the file."""
-        return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], self.header)
+        return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], [self.header])
 
 
 def read_header(path: FilePath) -> Header:
@@ -176,11 +176,33 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     element. Equal arguments give equal bytes; metadata is sorted by key. Raises ``CheckpointError`` for a name given
     twice, reserved or not valid Unicode, an unknown dtype, and a size that is not whole bytes.
     """
-    entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    return b"".join(_header_parts(tensors, metadata))
+
+
+_Entry = tuple[str, str, tuple[int, ...]] | Tensor
+
+
+def _header_parts(tensors: Sequence[_Entry], metadata: Mapping[str, str]) -> tuple[bytes, bytes, bytes]:
+    """The parts of a header: all before the entries of tensors, these, and the rest."""
+    opening = _utf8(f'{{"__metadata__":{_compact(dict(sorted(metadata.items())))}' if metadata else "{")
+    entries = _entries(tuple(tensors))
+    opening += b"," if metadata and entries else b""
+    length = len(opening) + len(entries) + 1
+    padding = -length % 8
+    if length + padding > MAX_HEADER:
+        raise CheckpointError(
+            f"the header of {len(tensors)} tensors has {length + padding} bytes; safetensors allows {MAX_HEADER}",
+            "write smaller files, with fewer tensors each",
+        )
+    return (length + padding).to_bytes(8, "little") + opening, entries, b"}" + b" " * padding
+
+
+@lru_cache(maxsize=1)
+def _entries(tensors: tuple[_Entry, ...]) -> bytes:
+    """The entries of tensors in a header: one object in memory for all ranks that have the same tensors."""
+    entries, names, offset = list[str](), {"__metadata__"}, 0
     alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
-    names = {"__metadata__"}
-    offset = 0
-    for name, dtype, shape in tensors:
+    for name, dtype, shape, *_ in tensors:
         if name in names:
             raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
         names.add(name)
@@ -190,25 +212,22 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
         nbytes, entry = alike[dtype, shape]
         entries.append(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}}')
         offset += nbytes
+    return _utf8(",".join(entries))
+
+
+def _utf8(text: str) -> bytes:
     try:
-        text = f"{{{','.join(entries)}}}".encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         near = error.object[max(0, error.start - 30) : error.end]
         raise CheckpointError(f"a name is not valid Unicode and cannot be written: …{near!r}") from error
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(
-            f"the header of {len(tensors)} tensors has {len(text)} bytes; safetensors allows {MAX_HEADER}",
-            "write smaller files, with fewer tensors each",
-        )
-    return len(text).to_bytes(8, "little") + text
 
 
 def build_safetensors(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Layout:
     """The layout of a file of these tensors, one behind the other."""
-    header = build_header([tensor[:3] for tensor in tensors], metadata)
-    *offsets, size = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
-    return Layout(size, [tensor.name for tensor in tensors], array("Q", offsets), header)
+    head = _header_parts(tensors, metadata)
+    *offsets, size = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=sum(map(len, head)))
+    return Layout(size, [tensor.name for tensor in tensors], array("Q", offsets), head)
 
 
 def _compact(value: Any) -> str:

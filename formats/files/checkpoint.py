@@ -5,16 +5,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
+from reshard.formats.documents import (
+    MAX_CONFIG,
+    MAX_INDEX,
+    is_inside,
+    json_object,
+    read_config,
+    read_document,
+    strict_json,
+)
 from reshard.formats.errors import CheckpointError, IncompleteError, brief, listed
 from reshard.formats.files.containers import Weights, container_of
 from reshard.formats.files.safetensors import SourceFileRecord, TensorInfo, build_header
@@ -292,7 +302,7 @@ def weight_files(folder: FilePath) -> list[FilePath]:
 def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
     """Read ``*.index.json``: its text, and the file of each tensor, which lies in the folder."""
     path = folder / name
-    raw, content = read_document(path, MAX_INDEX, json_object)
+    raw, content = read_document(path, MAX_INDEX, json_object, parse=_parse_index)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
@@ -308,7 +318,32 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
                 "an index names only files of its own folder; do not trust this one",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
-    return raw, {tensor: plain[file] for tensor, file in file_of.items()}
+    is_plain = all(file == name for file, name in plain.items())
+    return raw, file_of if is_plain else {tensor: plain[file] for tensor, file in file_of.items()}
+
+
+_MAP = re.compile(r'"weight_map"[ \n\r\t]*+:[ \n\r\t]*+\{[ \n\r\t]*+')
+_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]++)"[ \n\r\t]*+:[ \n\r\t]*+"([^"\\\x00-\x1f]++)"[ \n\r\t]*+(?:,[ \n\r\t]*+(?=")|(?=\}))'
+)
+
+
+def _parse_index(text: str) -> Any:
+    """Parse JSON as ``strict_json`` does. Each name in ``weight_map`` is one object in memory with that in a header,
+    and each file's name is one: there may be half a million.
+    """
+    if (begin := _MAP.search(text)) is not None:
+        count, end, files, file_of = 0, begin.end(), dict[str, str](), dict[str, str]()
+        for entry in _ENTRY.finditer(text, end):
+            name, file = entry.groups()
+            if entry.start() != end:
+                break
+            count, end, file_of[sys.intern(name)] = count + 1, entry.end(), files.setdefault(file, file)
+        with contextlib.suppress(ValueError):  # it is said of the whole text
+            rest = strict_json(text[: begin.end()] + text[end:])
+            if isinstance(rest, dict) and rest.get("weight_map") == {} and len(file_of) == count:
+                return {**rest, "weight_map": file_of}
+    return strict_json(text)
 
 
 def read_model_config(folder: FilePath) -> dict[str, Any]:

@@ -70,6 +70,15 @@ class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclas
     """The first byte, counted from the file's start."""
     nbytes: int
 
+    @property
+    def where(self) -> str:
+        """The name of its file."""
+        return self.file.name
+
+    @property
+    def local(self) -> None:
+        """No shape of a part, because that of the whole tensor is known."""
+
 
 def look_alike(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors have the same bytes, as far as their first, middle and last few tell."""
@@ -289,11 +298,11 @@ def _read_usual(raw: bytes, path: FilePath) -> _Content | None:
     an object for each entry, of which there may be half a million. None for any other header.
     """
     begin, at = _METADATA.match(raw, 8), len(raw)
-    end, place, tensors = b"0", begin.end() if begin else 0, dict[str, TensorInfo]()
+    count, end, place, tensors = 0, b"0", begin.end() if begin else 0, dict[str, TensorInfo]()
     alike: dict[bytes, tuple[str, tuple[int, ...], int]] = {}  # there are few dtypes and shapes
     try:
-        metadata = strict_json((begin and begin[1] or b"{}").decode())
-        for count, entry in enumerate(_ENTRY.finditer(raw, place), 1):
+        metadata = strict_json(begin[1].decode()) if begin and begin[1] else {}
+        for entry in _ENTRY.finditer(raw, place):
             name, like, first, last = entry.groups()
             if like not in alike:
                 stated = strict_json(like.decode() + "}")
@@ -307,7 +316,7 @@ def _read_usual(raw: bytes, path: FilePath) -> _Content | None:
             at += nbytes
             if first != end or last != (end := b"%d" % (at - len(raw))) or entry.start() != place:
                 return None
-            place, tensors[info.name] = entry.end(), info
+            count, place, tensors[info.name] = count + 1, entry.end(), info
     except (ValueError, CheckpointError):
         return None
     return (tensors, metadata, at) if place == len(raw) and len(tensors) == count else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from reshard.formats.documents import LARGEST
 from reshard.formats.errors import CheckpointError, NotationError, PlanError, brief
@@ -189,17 +189,38 @@ class AxisSizes:
         return value
 
 
-class FullTensor(NamedTuple):  # there may be half a million of these: a dataclass takes four times as long to make
-    """A tensor of the unsplit checkpoint.
+class AnyTensor(Protocol):
+    """A tensor of the unsplit checkpoint: a ``FullTensor``, or as a header has it."""
 
-    ``where`` names its file in errors. ``shape`` is None where no file states it and the rule gives it.
-    """
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def dtype(self) -> str:
+        """A key of ``DTYPE_BITS``."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its shape; None where no file states it and the rule gives it."""
+
+    @property
+    def where(self) -> str:
+        """The name of its file, for errors."""
+
+    @property
+    def local(self) -> tuple[int, ...] | None:
+        """The shape of one rank's part, where the full shape is not known."""
+
+
+class FullTensor(NamedTuple):
+    """A tensor of the unsplit checkpoint that is in no file as it is."""
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None
     where: str
-    local: tuple[int, ...] | None = None  # one rank's shape, where the full shape is not known
+    local: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

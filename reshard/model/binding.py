@@ -194,24 +194,23 @@ def _grouped(
     groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's). Raises
     PlanError if no rule covers a tensor.
     """
-    dtypes, dealt = {tensor.name: tensor.dtype for tensor in tensors}, architecture.dealt
-    forms: dict[tuple[object, ...], _Form] = {}
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    forms: dict[object, dict[tuple[object, ...], _Form]] = {}  # by the form up to the last number, then by the rest
+    head, numbers, of_head = "\0", list[int](), dict[tuple[object, ...], _Form]()
     groups, group_of, all_at = list[_TensorGroup](), list[_TensorGroup](), list[tuple[int, ...]]()
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
     for tensor in tensors:
         name, dtype = tensor.name, tensor.dtype
-        words, texts = architecture.form(name)
-        spelled = (words, dtype, sizes.scheme.case(name, dtypes))
-        form = forms.get(spelled)
-        if form is None:
-            places = architecture.index_places(name)
-            belonging = belonging_of(name, dtypes, architecture, sizes)
-            match = architecture.match(belonging.weight if belonging else name)
-            # a tensor without a match may follow any line of its attention, and each line has its own condition
-            apart = dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
-            separating = {axis: place for axis, place in places.items() if axis in apart}
-            form = forms[spelled] = _Form(places, separating, {})
-        numbers = [*map(int, texts)]
+        case = sizes.scheme.case(name, dtypes)
+        form = of_head.get((name[len(head) :], dtype, case)) if name.startswith(head) else None
+        if form is None:  # neighbours have the same numbers
+            words, texts = architecture.form(name)
+            head, numbers = name[: len(name) - len(words[len(texts)])], [*map(int, texts)]
+            of_head = forms.setdefault((*words[: len(texts)], *words[len(texts) + 1 :]), {})
+            spelled = name[len(head) :], dtype, case
+            if spelled not in of_head:
+                of_head[spelled] = _form_of(name, dtypes, architecture, sizes)
+            form = of_head[spelled]
         at = tuple([numbers[place] for place in form.places.values()])
         key = (tensor.shape, tensor.local, *[numbers[place] for place in form.separating.values()])
         group = form.groups.get(key)
@@ -228,6 +227,15 @@ def _grouped(
         group_of.append(group)
         all_at.append(at)
     return groups, group_of, all_at
+
+
+def _form_of(name: str, dtypes: Mapping[str, str], architecture: Architecture, sizes: AxisSizes) -> _Form:
+    """The form of a name."""
+    places, belonging = architecture.index_places(name), belonging_of(name, dtypes, architecture, sizes)
+    match = architecture.match(belonging.weight if belonging else name)
+    # a tensor without a match may follow any line of its attention, and each line has its own condition
+    apart = architecture.dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
+    return _Form(places, {axis: place for axis, place in places.items() if axis in apart}, {})
 
 
 class _Form(NamedTuple):

@@ -30,7 +30,7 @@ from reshard.formats.files.containers import Weights, container_of
 from reshard.formats.files.safetensors import SourceFileRecord, TensorInfo, build_header
 from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
-from reshard.formats.store import FilePath, name_in, walk
+from reshard.formats.store import FilePath, name_in, read_file, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -116,14 +116,21 @@ class Checkpoint:
     files: tuple[FilePath, ...]
     records: tuple[SourceFileRecord, ...]
     """The weight files, without what the index leaves out; empty if one is ``.bin``."""
-    index: bytes | None = None
-    """The content of the index; where it is missing or does not fit the files, the right one."""
+    made_index: bytes | None = None
+    """The right index, where it is missing or does not fit the files."""
     index_name: str | None = None
     """The ``*.index.json`` of the weights, if there are several."""
     note: str | None = None
     """A sentence on an index that was put right, and on what it leaves out."""
     renamed: bool = False
     """Whether the names are not those in the files."""
+
+    @property
+    def index(self) -> bytes | None:
+        """The content of the index, if there are several weight files: half a million names, so it is read again."""
+        if self.index_name is None or self.made_index is not None:
+            return self.made_index
+        return read_file(self.path / self.index_name, MAX_INDEX)
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:
@@ -154,7 +161,7 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     names, index_name = _find_weights(path)
-    index, indexed = _read_index(path, index_name) if index_name is not None else (None, {})
+    indexed = _read_index(path, index_name) if index_name is not None else {}
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
@@ -175,10 +182,14 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
     contents = {path / name: (read or read_weights)(path / name) for name in sorted(names)}
     stored, twice = dict[str, str](), dict[str, list[str]]()
     for weights, (own_tensors, tied, _) in contents.items():
-        file = name_in(weights, path)
-        for tensor in itertools.chain(own_tensors, tied):
-            if stored.setdefault(tensor, file) != file:
-                twice.setdefault(tensor, [stored[tensor]]).append(file)
+        stored |= dict.fromkeys(itertools.chain(own_tensors, tied), name_in(weights, path))
+    if len(stored) < sum(len(own_tensors) + len(tied) for own_tensors, tied, _ in contents.values()):
+        stored.clear()
+        for weights, (own_tensors, tied, _) in contents.items():
+            file = name_in(weights, path)
+            for tensor in itertools.chain(own_tensors, tied):
+                if stored.setdefault(tensor, file) != file:
+                    twice.setdefault(tensor, [stored[tensor]]).append(file)
     note = None
     if twice:
         if not indexed:
@@ -195,15 +206,16 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
     elif index_name is not None and indexed != stored:
         if names not in numbered and indexed.keys() != stored.keys():
             _check_index(path / index_name, indexed, stored)
-        index, note = None, f"{index_name} does not fit the files, so they were read without it"
+        index_name, note = None, f"{index_name} does not fit the files, so they were read without it"
     checkpoint = _of_contents(path, config, contents)
-    if index is None and len(names) > 1:
+    index = None
+    if index_name is None and len(names) > 1:
         index_name = _SAFE_INDEX if names[0].endswith(_ending(_SAFE_INDEX)) else _BIN_INDEX
         note = note or f"{index_name} is missing; all files that their numbers count are there"
         total = sum(info.nbytes for info in checkpoint.tensors.values())
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(stored.items()))}
         index = (json.dumps(document, indent=2) + "\n").encode()
-    return replace(checkpoint, index=index, index_name=index_name if index else None, note=note)
+    return replace(checkpoint, made_index=index, index_name=index_name, note=note)
 
 
 def _ending(index: str) -> str:
@@ -262,7 +274,7 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
     """
     for single, index in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
         if (folder / single).exists():
-            named = _read_index(folder, index)[1].values() if (folder / index).exists() else ()
+            named = _read_index(folder, index).values() if (folder / index).exists() else ()
             return ([], index) if single in named else ([single], None)
         if (folder / index).exists():
             return [], index
@@ -296,13 +308,13 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
 def weight_files(folder: FilePath) -> list[FilePath]:
     """The files of a folder's weights, found as transformers does. Raises CheckpointError."""
     names, index = _find_weights(folder)
-    return [folder / name for name in sorted(names or {*_read_index(folder, str(index))[1].values()})]
+    return [folder / name for name in sorted(names or {*_read_index(folder, str(index)).values()})]
 
 
-def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
-    """Read ``*.index.json``: its text, and the file of each tensor, which lies in the folder."""
+def _read_index(folder: FilePath, name: str) -> dict[str, str]:
+    """Read ``*.index.json``: the file of each tensor, which lies in the folder."""
     path = folder / name
-    raw, content = read_document(path, MAX_INDEX, json_object, parse=_parse_index)
+    _, content = read_document(path, MAX_INDEX, json_object, parse=_parse_index)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
@@ -319,7 +331,7 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
     is_plain = all(file == name for file, name in plain.items())
-    return raw, file_of if is_plain else {tensor: plain[file] for tensor, file in file_of.items()}
+    return file_of if is_plain else {tensor: plain[file] for tensor, file in file_of.items()}
 
 
 _MAP = re.compile(r'"weight_map"[ \n\r\t]*+:[ \n\r\t]*+\{[ \n\r\t]*+')

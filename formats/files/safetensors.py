@@ -209,7 +209,7 @@ def _header_parts(tensors: Sequence[_Entry], metadata: Mapping[str, str]) -> tup
 @lru_cache(maxsize=1)
 def _entries(tensors: tuple[_Entry, ...]) -> bytes:
     """The entries of tensors in a header: one object in memory for all ranks that have the same tensors."""
-    entries, names, offset = list[str](), {"__metadata__"}, 0
+    entries, names, offset = bytearray(), {"__metadata__"}, 0
     alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
     for name, dtype, shape, *_ in tensors:
         if name in names:
@@ -219,9 +219,9 @@ def _entries(tensors: tuple[_Entry, ...]) -> bytes:
             nbytes = tensor_bytes(name, dtype, shape)
             alike[dtype, shape] = nbytes, _compact({"dtype": dtype, "shape": shape}).removesuffix("}")
         nbytes, entry = alike[dtype, shape]
-        entries.append(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}}')
+        entries += _utf8(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}},')
         offset += nbytes
-    return _utf8(",".join(entries))
+    return bytes(memoryview(entries)[:-1])
 
 
 def _utf8(text: str) -> bytes:

@@ -9,7 +9,7 @@ arrangements of one model, on any two meshes, differ in names, in places, and in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -77,6 +77,16 @@ class Arrangement:
         self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
         self.stored += tuple(location.stored for _, location in self.copies)
 
+    def alike(self, rank: int) -> Mapping[Geometry, tuple[int, ...] | None] | None:
+        """The shapes that a rank has of its tensors, of which there are few kinds: ranks with equal ones have the same
+        tensors. None if names are the rank's own.
+        """
+        return {each: each.shape(rank) for each in self._kinds} if self._kinds else None
+
+    @cached_property
+    def _kinds(self) -> Collection[Geometry]:
+        return () if any(stored.naming for stored in self.stored) else {stored.geometry for stored in self.stored}
+
     def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
         for stored in self.stored:
@@ -90,7 +100,7 @@ class Arrangement:
         What is ``stated`` of a constant counts.
         """
         contents = dict[str, bytes]()
-        for stored, shape in self.tensors_of(rank):
+        for stored, shape in self.tensors_of(rank) if self.format.rules.constants or not self.format.plain else ():
             name = stored.name_on(rank)
             if stored.constant:
                 contents[name] = stated.get(stored.name) or stored.constant_bytes(shape)

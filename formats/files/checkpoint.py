@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -16,15 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from reshard.formats.documents import (
-    MAX_CONFIG,
-    MAX_INDEX,
-    is_inside,
-    json_object,
-    read_config,
-    read_document,
-    strict_json,
-)
+from reshard.formats.documents import MAX_CONFIG, MAX_INDEX, is_inside, json_object, read_config, read_document
 from reshard.formats.errors import CheckpointError, IncompleteError, brief, listed
 from reshard.formats.files.containers import Weights, container_of
 from reshard.formats.files.safetensors import SourceFileRecord, TensorInfo, build_header
@@ -182,14 +173,10 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
     contents = {path / name: (read or read_weights)(path / name) for name in sorted(names)}
     stored, twice = dict[str, str](), dict[str, list[str]]()
     for weights, (own_tensors, tied, _) in contents.items():
-        stored |= dict.fromkeys(itertools.chain(own_tensors, tied), name_in(weights, path))
-    if len(stored) < sum(len(own_tensors) + len(tied) for own_tensors, tied, _ in contents.values()):
-        stored.clear()
-        for weights, (own_tensors, tied, _) in contents.items():
-            file = name_in(weights, path)
-            for tensor in itertools.chain(own_tensors, tied):
-                if stored.setdefault(tensor, file) != file:
-                    twice.setdefault(tensor, [stored[tensor]]).append(file)
+        file = name_in(weights, path)
+        for tensor in itertools.chain(own_tensors, tied):
+            if stored.setdefault(tensor, file) != file:
+                twice.setdefault(tensor, [stored[tensor]]).append(file)
     note = None
     if twice:
         if not indexed:
@@ -314,7 +301,7 @@ def weight_files(folder: FilePath) -> list[FilePath]:
 def _read_index(folder: FilePath, name: str) -> dict[str, str]:
     """Read ``*.index.json``: the file of each tensor, which lies in the folder."""
     path = folder / name
-    _, content = read_document(path, MAX_INDEX, json_object, parse=_parse_index)
+    _, content = read_document(path, MAX_INDEX, json_object)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
@@ -330,32 +317,8 @@ def _read_index(folder: FilePath, name: str) -> dict[str, str]:
                 "an index names only files of its own folder; do not trust this one",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
-    is_plain = all(file == name for file, name in plain.items())
-    return file_of if is_plain else {tensor: plain[file] for tensor, file in file_of.items()}
-
-
-_MAP = re.compile(r'"weight_map"[ \n\r\t]*+:[ \n\r\t]*+\{[ \n\r\t]*+')
-_ENTRY = re.compile(
-    r'"([^"\\\x00-\x1f]++)"[ \n\r\t]*+:[ \n\r\t]*+"([^"\\\x00-\x1f]++)"[ \n\r\t]*+(?:,[ \n\r\t]*+(?=")|(?=\}))'
-)
-
-
-def _parse_index(text: str) -> Any:
-    """Parse JSON as ``strict_json`` does. Each name in ``weight_map`` is one object in memory with that in a header,
-    and each file's name is one: there may be half a million.
-    """
-    if (begin := _MAP.search(text)) is not None:
-        count, end, files, file_of = 0, begin.end(), dict[str, str](), dict[str, str]()
-        for entry in _ENTRY.finditer(text, end):
-            name, file = entry.groups()
-            if entry.start() != end:
-                break
-            count, end, file_of[sys.intern(name)] = count + 1, entry.end(), files.setdefault(file, file)
-        with contextlib.suppress(ValueError):  # it is said of the whole text
-            rest = strict_json(text[: begin.end()] + text[end:])
-            if isinstance(rest, dict) and rest.get("weight_map") == {} and len(file_of) == count:
-                return {**rest, "weight_map": file_of}
-    return strict_json(text)
+    # each name is one object in memory with that in a header, of half a million
+    return {sys.intern(tensor): plain[file] for tensor, file in file_of.items()}
 
 
 def read_model_config(folder: FilePath) -> dict[str, Any]:

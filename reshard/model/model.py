@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from reshard.formats.documents import LARGEST
 from reshard.formats.errors import CheckpointError, NotationError, PlanError, brief
-from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import Architecture, Match, Rule
 from reshard.formats.notation.axes import Shape, Share, deal, encloses, share
@@ -189,38 +189,20 @@ class AxisSizes:
         return value
 
 
-class AnyTensor(Protocol):
-    """A tensor of the unsplit checkpoint: a ``FullTensor``, or as a header has it."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def dtype(self) -> str:
-        """A key of ``DTYPE_BITS``."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Its shape; None where no file states it and the rule gives it."""
-
-    @property
-    def where(self) -> str:
-        """The name of its file, for errors."""
-
-    @property
-    def local(self) -> tuple[int, ...] | None:
-        """The shape of one rank's part, where the full shape is not known."""
-
-
 class FullTensor(NamedTuple):
-    """A tensor of the unsplit checkpoint that is in no file as it is."""
+    """A tensor of the unsplit checkpoint that is in no file as it is. ``shape`` is None where the rule gives it;
+    ``local`` is one rank's shape, where the full shape is not known.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None
     where: str
     local: tuple[int, ...] | None = None
+
+
+AnyTensor = FullTensor | TensorInfo
+"""A tensor of the unsplit checkpoint, as a header has it or without a file of its own."""
 
 
 @dataclass(frozen=True, eq=False)

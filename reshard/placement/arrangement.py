@@ -77,15 +77,14 @@ class Arrangement:
         self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
         self.stored += tuple(location.stored for _, location in self.copies)
 
-    def alike(self, rank: int) -> Mapping[Geometry, tuple[int, ...] | None] | None:
-        """The shapes that a rank has of its tensors, of which there are few kinds: ranks with equal ones have the same
-        tensors. None if names are the rank's own.
-        """
-        return {each: each.shape(rank) for each in self._kinds} if self._kinds else None
+    def alike(self, rank: int) -> tuple[object, ...]:
+        """A key that ranks share if they have the same tensors: the shapes of each kind, and what names depend on."""
+        names = (self.plan.mesh.stage(rank), *self._firsts[rank : rank + 1]) if self.chunks is None else ()
+        return *names, *[kind.shape(rank) for kind in self._kinds]
 
     @cached_property
     def _kinds(self) -> Collection[Geometry]:
-        return () if any(stored.naming for stored in self.stored) else {stored.geometry for stored in self.stored}
+        return dict.fromkeys(stored.geometry for stored in self.stored)
 
     def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,8 +49,11 @@ def bind(
     _measure(sizes, (group for group in groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
     _measure(sizes, several)
-    members = {group: (tensor for tensor, of in zip(tensors, group_of, strict=True) if of is group) for group in groups}
-    kinds = {group: _kind(group, of_group, architecture, sizes) for group, of_group in members.items()}
+
+    def members(group: _TensorGroup) -> Iterator[AnyTensor]:
+        return (tensor for tensor, of in zip(tensors, group_of, strict=True) if of is group)
+
+    kinds = {group: _kind(group, members(group), architecture, sizes) for group in groups}
     names, kind_of = (tensor.name for tensor in tensors), map(kinds.__getitem__, group_of)
     bound = map(BoundTensor, names, kind_of, all_at)
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))

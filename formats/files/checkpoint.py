@@ -21,7 +21,7 @@ from reshard.formats.files.containers import Weights, container_of
 from reshard.formats.files.safetensors import SourceFileRecord, TensorInfo, build_header
 from reshard.formats.files.side_files import is_side_file
 from reshard.formats.quantization.methods import quantization_settings, without_quantization
-from reshard.formats.store import FilePath, name_in, read_file, walk
+from reshard.formats.store import FilePath, name_in, walk
 
 DELTA = "delta.json"
 """The file by which a delta is known (``delta.py``)."""
@@ -107,21 +107,14 @@ class Checkpoint:
     files: tuple[FilePath, ...]
     records: tuple[SourceFileRecord, ...]
     """The weight files, without what the index leaves out; empty if one is ``.bin``."""
-    made_index: bytes | None = None
-    """The right index, where it is missing or does not fit the files."""
+    index: FilePath | bytes | None = None
+    """The index; where it is missing or does not fit the files, the content of the right one."""
     index_name: str | None = None
     """The ``*.index.json`` of the weights, if there are several."""
     note: str | None = None
     """A sentence on an index that was put right, and on what it leaves out."""
     renamed: bool = False
     """Whether the names are not those in the files."""
-
-    @property
-    def index(self) -> bytes | None:
-        """The content of the index, if there are several weight files: half a million names, so it is read again."""
-        if self.index_name is None or self.made_index is not None:
-            return self.made_index
-        return read_file(self.path / self.index_name, MAX_INDEX)
 
 
 def step_of(tracker: FilePath | str, content: bytes) -> str:
@@ -152,6 +145,7 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     names, index_name = _find_weights(path)
+    index: FilePath | bytes | None = path / index_name if index_name is not None else None
     indexed = _read_index(path, index_name) if index_name is not None else {}
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
@@ -193,16 +187,15 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
     elif index_name is not None and indexed != stored:
         if names not in numbered and indexed.keys() != stored.keys():
             _check_index(path / index_name, indexed, stored)
-        index_name, note = None, f"{index_name} does not fit the files, so they were read without it"
+        index, note = None, f"{index_name} does not fit the files, so they were read without it"
     checkpoint = _of_contents(path, config, contents)
-    index = None
-    if index_name is None and len(names) > 1:
+    if index is None and len(names) > 1:
         index_name = _SAFE_INDEX if names[0].endswith(_ending(_SAFE_INDEX)) else _BIN_INDEX
         note = note or f"{index_name} is missing; all files that their numbers count are there"
         total = sum(info.nbytes for info in checkpoint.tensors.values())
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(stored.items()))}
         index = (json.dumps(document, indent=2) + "\n").encode()
-    return replace(checkpoint, made_index=index, index_name=index_name, note=note)
+    return replace(checkpoint, index=index, index_name=index_name if index else None, note=note)
 
 
 def _ending(index: str) -> str:

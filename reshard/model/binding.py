@@ -233,7 +233,7 @@ def _grouped(
 
 
 def _form_of(name: str, dtypes: Mapping[str, str], architecture: Architecture, sizes: AxisSizes) -> _Form:
-    """The form of a name."""
+    """A form without groups, for names like this one."""
     places, belonging = architecture.index_places(name), belonging_of(name, dtypes, architecture, sizes)
     match = architecture.match(belonging.weight if belonging else name)
     # a tensor without a match may follow any line of its attention, and each line has its own condition
@@ -247,8 +247,9 @@ class _Form(NamedTuple):
     places: Mapping[str, int]
     """The place of each axis among the numbers."""
     separating: Mapping[str, int]
-    """Those that separate groups."""
+    """The places of the axes that separate groups."""
     groups: dict[tuple[object, ...], _TensorGroup]
+    """The groups by shape and by those numbers."""
 
 
 def _kind(group: _TensorGroup, members: Iterable[AnyTensor], architecture: Architecture, sizes: AxisSizes) -> Kind:

@@ -217,7 +217,7 @@ class LoraSide:
         names = {stored: self.names[stored] for stored in opened.tensors if stored in self.names}
         tensors = {name: opened.tensors[stored]._replace(name=name) for stored, name in names.items()}
         aliases = {self.names.get(a, a): names[of] for a, of in opened.aliases.items() if of in names}
-        return replace(opened, tensors=tensors, aliases=aliases, records=(), made_index=None, index_name=None)
+        return replace(opened, tensors=tensors, aliases=aliases, records=(), index=None, index_name=None)
 
     def _spelled_names(self, architecture: Architecture, beginning: str | None) -> dict[str, str]:
         """The names that PEFT gives the adapter's tensors, and the stored ones."""

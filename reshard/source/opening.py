@@ -266,7 +266,7 @@ def _in_modules(folder: Folder, checkpoint: Checkpoint, like: Model | None) -> S
             raise
         return None
     if source.ranks[0].keys() != checkpoint.tensors.keys():  # a merge writes other names
-        checkpoint = replace(checkpoint, records=(), made_index=None, index_name=None, renamed=True)
+        checkpoint = replace(checkpoint, records=(), index=None, index_name=None, renamed=True)
     note = "the source has the names of transformers' modules"
     return replace(source, checkpoint=checkpoint, note="; ".join(filter(None, (checkpoint.note, note))))
 
@@ -289,7 +289,7 @@ def _renamed(checkpoint: Checkpoint, naming: Naming) -> Checkpoint:
     renamed = replace(checkpoint, tensors=tensors, aliases=aliases, records=records, renamed=True)
     if len(tensors) == len(checkpoint.tensors) and {name for r in records for name in r.tensors} == tensors.keys():
         return renamed
-    return replace(renamed, records=(), made_index=None, index_name=None)
+    return replace(renamed, records=(), index=None, index_name=None)
 
 
 def _check_vocabulary(architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> None:

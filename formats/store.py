@@ -282,6 +282,11 @@ def read_file(path: FilePath, limit: int | None = None) -> bytes:
             raise unreadable(path, error) from None
 
 
+def content_of(file: FilePath | bytes | None) -> bytes | None:
+    """The content of a file, or of one that is not stored as it is. Raises CheckpointError."""
+    return file if file is None or isinstance(file, bytes) else read_file(file)
+
+
 def read_ranges(ranges: Sequence[tuple[FilePath, int, int]]) -> list[bytes]:
     """Ranges of files, each with its first byte and the one behind its last; those of a store are read together.
 

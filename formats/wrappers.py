@@ -16,4 +16,4 @@ def without_wrappers(name: str) -> str:
 
 def has_wrappers(name: str) -> bool:
     """Whether a parameter's name has the word of a wrapper."""
-    return "_m" in name and _WRAPPERS.search(name) is not None
+    return ("_mod." in name or "_module." in name) and _WRAPPERS.search(name) is not None

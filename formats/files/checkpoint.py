@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -106,8 +107,8 @@ class Checkpoint:
     files: tuple[FilePath, ...]
     records: tuple[SourceFileRecord, ...]
     """The weight files, without what the index leaves out; empty if one is ``.bin``."""
-    index: bytes | None = None
-    """The content of the index; where it is missing or does not fit the files, the right one."""
+    index: FilePath | bytes | None = None
+    """The index; where it is missing or does not fit the files, the content of the right one."""
     index_name: str | None = None
     """The ``*.index.json`` of the weights, if there are several."""
     note: str | None = None
@@ -144,7 +145,8 @@ def open_checkpoint(path: FilePath, read: Callable[[FilePath], Weights] | None =
         refuse_foreign(path, [path.name])
         raise CheckpointError(f"{path}: not a folder", "give the folder that holds config.json and the weights")
     names, index_name = _find_weights(path)
-    index, indexed = _read_index(path, index_name) if index_name is not None else (None, {})
+    index: FilePath | bytes | None = path / index_name if index_name is not None else None
+    indexed = _read_index(path, index_name) if index_name is not None else {}
     if not (path / CONFIG).exists():
         refuse_foreign(path, [DELTA] if (path / DELTA).is_file() else [])
         hint = "a checkpoint needs the config.json that describes its model"
@@ -252,7 +254,7 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
     """
     for single, index in ((MODEL, _SAFE_INDEX), (_BIN, _BIN_INDEX)):
         if (folder / single).exists():
-            named = _read_index(folder, index)[1].values() if (folder / index).exists() else ()
+            named = _read_index(folder, index).values() if (folder / index).exists() else ()
             return ([], index) if single in named else ([single], None)
         if (folder / index).exists():
             return [], index
@@ -286,13 +288,13 @@ def _find_weights(folder: FilePath) -> tuple[list[str], str | None]:
 def weight_files(folder: FilePath) -> list[FilePath]:
     """The files of a folder's weights, found as transformers does. Raises CheckpointError."""
     names, index = _find_weights(folder)
-    return [folder / name for name in sorted(names or {*_read_index(folder, str(index))[1].values()})]
+    return [folder / name for name in sorted(names or {*_read_index(folder, str(index)).values()})]
 
 
-def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
-    """Read ``*.index.json``: its text, and the file of each tensor, which lies in the folder."""
+def _read_index(folder: FilePath, name: str) -> dict[str, str]:
+    """Read ``*.index.json``: the file of each tensor, which lies in the folder."""
     path = folder / name
-    raw, content = read_document(path, MAX_INDEX, json_object)
+    _, content = read_document(path, MAX_INDEX, json_object)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(f"{path}: no 'weight_map' from tensors to files", "fetch or write the index again")
@@ -308,7 +310,8 @@ def _read_index(folder: FilePath, name: str) -> tuple[bytes, dict[str, str]]:
                 "an index names only files of its own folder; do not trust this one",
             )
     plain = {file: PurePosixPath(file).as_posix() for file in first}  # "./a" and "a" are one file
-    return raw, {tensor: plain[file] for tensor, file in file_of.items()}
+    # each name is one object in memory with that in a header, of half a million
+    return {sys.intern(tensor): plain[file] for tensor, file in file_of.items()}
 
 
 def read_model_config(folder: FilePath) -> dict[str, Any]:

@@ -31,14 +31,19 @@ class Layout:
     size: int
     names: Sequence[str] = ()
     offsets: Sequence[int] = ()
-    header: bytes = b""
-    """The header, for safetensors."""
+    head: Sequence[bytes] = ()
+    """The parts of the header, for safetensors; files with the same tensors share the longest."""
     fixed: tuple[tuple[int, bytes], ...] = ()
     """Other bytes that come from no source, with their offsets; in them zeros stand for the CRC-32s."""
     crcs: tuple[Crc, ...] = ()
     """Checksums that are written into the file last, in increasing order of their places."""
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """For a ``.distcp`` file: offset and length of the archive of each tensor and object."""
+
+    @property
+    def header(self) -> bytes:
+        """The header, for safetensors."""
+        return b"".join(self.head)
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from json.encoder import encode_basestring
 from operator import attrgetter
 from pathlib import Path
@@ -69,6 +69,15 @@ class TensorInfo(NamedTuple):  # made for every tensor of every file: a dataclas
     offset: int
     """The first byte, counted from the file's start."""
     nbytes: int
+
+    @property
+    def where(self) -> str:
+        """The name of its file."""
+        return self.file.name
+
+    @property
+    def local(self) -> None:
+        """No shape of a part, because that of the whole tensor is known."""
 
 
 def look_alike(one: TensorInfo, other: TensorInfo) -> bool:
@@ -126,7 +135,7 @@ class SourceFileRecord:
     @property
     def layout(self) -> Layout:
         """The places of all tensors in the file."""
-        return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], self.header)
+        return Layout(self.size, [*self.tensors], [info.offset for info in self.tensors.values()], [self.header])
 
 
 def read_header(path: FilePath) -> Header:
@@ -162,16 +171,7 @@ def parse_header(raw: bytes, path: FilePath, file_size: int | None) -> Header:
     length = _check_length(raw[:8], None, path)
     if length != len(raw) - 8:
         raise CheckpointError(f"{path}: the header should have {length} bytes and has {len(raw) - 8}", DAMAGED)
-    entries = _decode(raw, path)
-    metadata: Any = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
-    for key, value in metadata.items():
-        if not isinstance(value, str):
-            raise CheckpointError(
-                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
-            )
-    tensors, end = _read_entries(entries, path, len(raw))
+    tensors, metadata, end = _read_usual(raw, path) or _read_any(raw, path)
     if file_size is not None and end != file_size:
         _refuse_size(file_size, end, next(reversed(tensors), None), path)
     return Header(tensors, metadata, raw)
@@ -185,11 +185,33 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     element. Equal arguments give equal bytes; metadata is sorted by key. Raises ``CheckpointError`` for a name given
     twice, reserved or not valid Unicode, an unknown dtype, and a size that is not whole bytes.
     """
-    entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    return b"".join(_header_parts(tensors, metadata))
+
+
+_Entry = tuple[str, str, tuple[int, ...]] | Tensor
+
+
+def _header_parts(tensors: Sequence[_Entry], metadata: Mapping[str, str]) -> tuple[bytes, bytes, bytes]:
+    """The parts of a header: all before the entries of tensors, these, and the rest."""
+    opening = _utf8(f'{{"__metadata__":{_compact(dict(sorted(metadata.items())))}' if metadata else "{")
+    entries = _entries(tuple(tensors))
+    opening += b"," if metadata and entries else b""
+    length = len(opening) + len(entries) + 1
+    padding = -length % 8
+    if length + padding > MAX_HEADER:
+        raise CheckpointError(
+            f"the header of {len(tensors)} tensors has {length + padding} bytes; safetensors allows {MAX_HEADER}",
+            "write smaller files, with fewer tensors each",
+        )
+    return (length + padding).to_bytes(8, "little") + opening, entries, b"}" + b" " * padding
+
+
+@lru_cache(maxsize=1)
+def _entries(tensors: tuple[_Entry, ...]) -> bytes:
+    """The entries of tensors in a header: one object in memory for all ranks that have the same tensors."""
+    entries, names, offset = bytearray(), {"__metadata__"}, 0
     alike: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # there are few dtypes and shapes
-    names = {"__metadata__"}
-    offset = 0
-    for name, dtype, shape in tensors:
+    for name, dtype, shape, *_ in tensors:
         if name in names:
             raise CheckpointError(f"tensor {name!r} cannot be written: the name is already taken in this file")
         names.add(name)
@@ -197,27 +219,24 @@ def build_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
             nbytes = tensor_bytes(name, dtype, shape)
             alike[dtype, shape] = nbytes, _compact({"dtype": dtype, "shape": shape}).removesuffix("}")
         nbytes, entry = alike[dtype, shape]
-        entries.append(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}}')
+        entries += _utf8(f'{encode_basestring(name)}:{entry},"data_offsets":[{offset},{offset + nbytes}]}},')
         offset += nbytes
+    return bytes(memoryview(entries)[:-1])
+
+
+def _utf8(text: str) -> bytes:
     try:
-        text = f"{{{','.join(entries)}}}".encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         near = error.object[max(0, error.start - 30) : error.end]
         raise CheckpointError(f"a name is not valid Unicode and cannot be written: …{near!r}") from error
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(
-            f"the header of {len(tensors)} tensors has {len(text)} bytes; safetensors allows {MAX_HEADER}",
-            "write smaller files, with fewer tensors each",
-        )
-    return len(text).to_bytes(8, "little") + text
 
 
 def build_safetensors(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Layout:
     """The layout of a file of these tensors, one behind the other."""
-    header = build_header([tensor[:3] for tensor in tensors], metadata)
-    *offsets, size = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
-    return Layout(size, [tensor.name for tensor in tensors], array("Q", offsets), header)
+    head = _header_parts(tensors, metadata)
+    *offsets, size = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=sum(map(len, head)))
+    return Layout(size, [tensor.name for tensor in tensors], array("Q", offsets), head)
 
 
 def _compact(value: Any) -> str:
@@ -261,6 +280,61 @@ def _check_length(prefix: bytes, file_size: int | None, path: FilePath) -> int:
             f"{path}: the header should have {length} bytes; safetensors allows {MAX_HEADER}", _FOREIGN
         )
     return length
+
+
+_Content = tuple[dict[str, TensorInfo], dict[str, str], int]
+"""The tensors of a header in order of offset, its metadata, and the byte at which the file should end."""
+
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_METADATA = re.compile(rb'\{(?:"__metadata__":(\{(?:%b:%b,?)*+\}),)?' % (_STRING, _STRING))
+_ENTRY = re.compile(
+    rb'"((?!__metadata__")[^"\\\x00-\x1f]++)":(\{"dtype":"\w+","shape":\[[\d,]*+\]),'
+    rb'"data_offsets":\[(\d++),(\d++)\]\}(?:,(?=")|\} *\Z)'
+)
+
+
+def _read_usual(raw: bytes, path: FilePath) -> _Content | None:
+    """The content of a sound header in the spelling of the safetensors library, tensors in order of offset: without
+    an object for each entry, of which there may be half a million. None for any other header.
+    """
+    begin, at = _METADATA.match(raw, 8), len(raw)
+    count, end, place, tensors = 0, b"0", begin.end() if begin else 0, dict[str, TensorInfo]()
+    alike: dict[bytes, tuple[str, tuple[int, ...], int]] = {}  # there are few dtypes and shapes
+    try:
+        metadata = strict_json(begin[1].decode()) if begin and begin[1] else {}
+        for entry in _ENTRY.finditer(raw, place):
+            name, like, first, last = entry.groups()
+            if like not in alike:
+                stated = strict_json(like.decode() + "}")
+                dtype, shape = stated["dtype"], tuple(stated["shape"])
+                if len(shape) > MAX_DIMS or not _sizes([*shape]):
+                    return None
+                alike[like] = dtype, shape, tensor_bytes("", dtype, shape)
+            dtype, shape, nbytes = alike[like]
+            # one name in memory for all ranks that have it
+            info = TensorInfo(sys.intern(name.decode()), dtype, shape, path, at, nbytes)
+            at += nbytes
+            if first != end or last != (end := b"%d" % (at - len(raw))) or entry.start() != place:
+                return None
+            count, place, tensors[info.name] = count + 1, entry.end(), info
+    except (ValueError, CheckpointError):
+        return None
+    return (tensors, metadata, at) if place == len(raw) and len(tensors) == count else None
+
+
+def _read_any(raw: bytes, path: FilePath) -> _Content:
+    """The content of any header. Raises CheckpointError that says what is wrong with it."""
+    entries = _decode(raw, path)
+    metadata: Any = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: __metadata__ should map strings to strings and is {brief(metadata)}", _FOREIGN)
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointError(
+                f"{path}: __metadata__ should map strings to strings, but {key!r} is {brief(value)}", _FOREIGN
+            )
+    tensors, end = _read_entries(entries, path, len(raw))
+    return tensors, metadata, end
 
 
 def _decode(raw: bytes, path: FilePath) -> dict[str, Any]:

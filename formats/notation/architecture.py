@@ -7,7 +7,7 @@ are read in ``architecture_files``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -230,9 +230,9 @@ class Architecture:
         known = {**settings, "dtype": dtype}
         return any(part in name and when.evaluate(known.get) for part, when in self.float32.items())
 
-    def form(self, name: str) -> tuple[Hashable, Sequence[str]]:
-        """A name without its numbers, and the numbers. Names of one form are covered by one line, and their numbers
-        stand for the same indices.
+    def form(self, name: str) -> tuple[tuple[str, ...], Sequence[str]]:
+        """A name without its numbers (the words around them, one more than these, and then some), and the numbers.
+        Names of one form are covered by one line, and their numbers stand for the same indices.
         """
         words = _NUMBERS.split(name)
         numbers = words[1::2]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.formats.errors import NotationError, PlanError
 from reshard.formats.mesh import Mesh
@@ -22,14 +22,14 @@ from reshard.formats.notation.axes import Shape
 from reshard.formats.notation.tables import config_defaults
 from reshard.formats.quantization.companions import Companion, shape_of, stated_shape, takes_heads
 from reshard.formats.quantization.methods import unknown_method
-from reshard.model.model import AxisSizes, BoundTensor, FullTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
+from reshard.model.model import AnyTensor, AxisSizes, BoundTensor, Kind, Model, padded_sizes, shares_of, sizes_of_parts
 from reshard.model.unknown import UNQUANTIZED, Unknown, dims_by_length, no_rule
 
 
 def bind(
     architecture: Architecture,
     config: Mapping[str, Any],
-    tensors: Iterable[FullTensor],
+    tensors: Iterable[AnyTensor],
     *,
     axes: Mapping[str, int] | None = None,
     every_rule: bool = False,
@@ -44,13 +44,18 @@ def bind(
     hides a divided axis in a plain number. Raises PlanError that names the file, the tensor, the rule, and both shapes.
     """
     sizes, tensors = AxisSizes(architecture, config, axes or {}), list(tensors)
-    groups, members = _grouped(tensors, architecture, config, sizes)
+    groups, group_of, all_at = _grouped(tensors, architecture, config, sizes)
     several = [group for group in groups if len(group.shapes) > 1]
     _measure(sizes, (group for group in groups if len(group.shapes) == 1))
     architecture = _with_layouts_on_disk(architecture, several, sizes, mesh or Mesh(), padding or {})
     _measure(sizes, several)
-    kinds = {group: _kind(group, architecture, sizes) for group in groups}
-    bound = (BoundTensor(tensor.name, kinds[group], at) for tensor, (group, at) in zip(tensors, members, strict=True))
+
+    def members(group: _TensorGroup) -> Iterator[AnyTensor]:
+        return (tensor for tensor, of in zip(tensors, group_of, strict=True) if of is group)
+
+    kinds = {group: _kind(group, members(group), architecture, sizes) for group in groups}
+    names, kind_of = (tensor.name for tensor in tensors), map(kinds.__getitem__, group_of)
+    bound = map(BoundTensor, names, kind_of, all_at)
     model = Model(architecture, config, sizes, tuple(bound), tuple(kinds.values()))
     allowed = model.used_templates | architecture.inherited | architecture.derived
     unused = [template for template in architecture.tensors if template not in allowed]
@@ -96,7 +101,7 @@ def may_be_tied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
 def tied_twice(
     architecture: Architecture,
     config: Mapping[str, Any],
-    tensors: Iterable[FullTensor],
+    tensors: Iterable[AnyTensor],
     are_same: Callable[[str, str], bool],
     again: Mapping[str, str] = {},
 ) -> dict[str, str]:
@@ -112,7 +117,7 @@ def tied_twice(
         return shared
     tables = frozenset(filter(architecture.is_table, architecture.tensors))
     ends = tuple({".".join(template.split(".")[-2:]) for template in tables})
-    firsts, lasts, others = list[FullTensor](), list[FullTensor](), dict[str, FullTensor]()
+    firsts, lasts, others = list[AnyTensor](), list[AnyTensor](), dict[str, AnyTensor]()
     names = {*again, *again.values()}
     for tensor in tensors:
         match = architecture.match(tensor.name) if tensor.name.endswith(ends) else None
@@ -131,7 +136,7 @@ def tied_twice(
 
 
 def _shared_by_layers(
-    architecture: Architecture, tensors: Iterable[FullTensor], are_same: Callable[[str, str], bool]
+    architecture: Architecture, tensors: Iterable[AnyTensor], are_same: Callable[[str, str], bool]
 ) -> dict[str, str]:
     """The tensors that a layer has in common with one before it, each with that of the first such layer."""
     shared = tuple(line[:-1] for line, stage in architecture.stages.items() if stage.text == "every" and "{" in line)
@@ -148,11 +153,11 @@ def _shared_by_layers(
     return second
 
 
-def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[FullTensor]) -> Architecture:
+def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: Iterable[AnyTensor]) -> Architecture:
     """The architecture with only the lines that cover one of these tensors, whether or not the shapes fit."""
-    tensors, sizes = list(tensors), AxisSizes(architecture, config, {})
+    sizes = AxisSizes(architecture, config, {})
     dtypes = {tensor.name: tensor.dtype for tensor in tensors}
-    matches = (_line_of(tensor, architecture, sizes, dtypes)[0] for tensor in tensors)
+    matches = (_line_of(name, architecture, sizes, dtypes)[0] for name in dtypes)
     used = {match.template for match in matches if match is not None}
     return replace(architecture, tensors={name: rules for name, rules in architecture.tensors.items() if name in used})
 
@@ -161,7 +166,7 @@ def lines_for(architecture: Architecture, config: Mapping[str, Any], tensors: It
 class _TensorGroup:
     """Tensors that share a line, a rule of that line and its possible shapes; see ``_grouped``."""
 
-    tensor: FullTensor
+    tensor: AnyTensor
     """The first tensor."""
     match: Match
     """The first tensor's match."""
@@ -169,7 +174,6 @@ class _TensorGroup:
     shapes: tuple[Shape, ...]
     belonging: Companion | None = None
     """Set where the tensors belong to quantized weights."""
-    tensors: list[FullTensor] = field(default_factory=list)
     all_at: list[tuple[int, ...]] = field(default_factory=list)
     """The indices in each tensor's name."""
     axes: tuple[str, ...] = ()
@@ -184,8 +188,8 @@ class _TensorGroup:
 
 
 def _grouped(
-    tensors: Sequence[FullTensor], architecture: Architecture, config: Mapping[str, Any], sizes: AxisSizes
-) -> tuple[list[_TensorGroup], list[tuple[_TensorGroup, tuple[int, ...]]]]:
+    tensors: Iterable[AnyTensor], architecture: Architecture, config: Mapping[str, Any], sizes: AxisSizes
+) -> tuple[list[_TensorGroup], list[_TensorGroup], list[tuple[int, ...]]]:
     """The groups, and of each tensor its group and the indices in its name: a checkpoint has few kinds of tensors, and
     many of each.
 
@@ -193,44 +197,63 @@ def _grouped(
     groups where the split depends on it (a layer's, if layers differ in size) or the rank (an expert's). Raises
     PlanError if no rule covers a tensor.
     """
-    dtypes, dealt = {tensor.name: tensor.dtype for tensor in tensors}, architecture.dealt
-    # where each axis stands among the numbers of names that differ only in these, and those that separate groups
-    places_of: dict[tuple[object, ...], tuple[Mapping[str, int], Mapping[str, int]]] = {}
-    groups: dict[tuple[object, ...], _TensorGroup] = {}
+    dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+    forms: dict[object, dict[tuple[object, ...], _Form]] = {}  # by the form up to the last number, then by the rest
+    head, numbers, of_head = "\0", list[int](), dict[tuple[object, ...], _Form]()
+    groups, group_of, all_at = list[_TensorGroup](), list[_TensorGroup](), list[tuple[int, ...]]()
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
-    members = []
     for tensor in tensors:
-        name, dtype, shape, _, local_shape = tensor
-        words, texts = architecture.form(name)
-        spelled = (words, dtype, sizes.scheme.case(name, dtypes))
-        if spelled not in places_of:
-            places = architecture.index_places(name)
-            belonging = belonging_of(name, dtypes, architecture, sizes)
-            match = architecture.match(belonging.weight if belonging else name)
-            # a tensor without a match may follow any line of its attention, and each line has its own condition
-            apart = dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
-            places_of[spelled] = places, {axis: place for axis, place in places.items() if axis in apart}
-        places, separating = places_of[spelled]
-        numbers = [*map(int, texts)]
-        at = tuple([numbers[place] for place in places.values()])
-        at = same.setdefault(at, at)
-        key = (id(places), shape, local_shape, *[numbers[place] for place in separating.values()])
-        group = groups.get(key)
+        name, dtype = tensor.name, tensor.dtype
+        case = sizes.scheme.case(name, dtypes)
+        form = of_head.get((name[len(head) :], dtype, case)) if name.startswith(head) else None
+        if form is None:  # neighbours have the same numbers
+            words, texts = architecture.form(name)
+            head, numbers = name[: len(name) - len(words[len(texts)])], [*map(int, texts)]
+            of_head = forms.setdefault((*words[: len(texts)], *words[len(texts) + 1 :]), {})
+            spelled = name[len(head) :], dtype, case
+            if spelled not in of_head:
+                of_head[spelled] = _form_of(name, dtypes, architecture, sizes)
+            form = of_head[spelled]
+        at = tuple([numbers[place] for place in form.places.values()])
+        key = (tensor.shape, tensor.local, *[numbers[place] for place in form.separating.values()])
+        group = form.groups.get(key)
         if group is None:
             group = _group_of(tensor, architecture, sizes, dtypes)
             if group is None:
                 raise no_rule(_unknown(tensor, architecture, sizes, dtypes), architecture, config, sizes)
-            groups[key] = group
-            indices = {axis: numbers[place] for axis, place in separating.items()}
-            group.axes, group.indices = tuple(places), sizes.key(indices)
-        group.tensors.append(tensor)
+            form.groups[key] = group
+            groups.append(group)
+            indices = {axis: numbers[place] for axis, place in form.separating.items()}
+            group.axes, group.indices = tuple(form.places), sizes.key(indices)
+        at = same.setdefault(at, at)
         group.all_at.append(at)
-        members.append((group, at))
-    return [*groups.values()], members
+        group_of.append(group)
+        all_at.append(at)
+    return groups, group_of, all_at
 
 
-def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> Kind:
-    """The kind of a group of tensors. Raises PlanError if the shape on disk or an index does not fit."""
+def _form_of(name: str, dtypes: Mapping[str, str], architecture: Architecture, sizes: AxisSizes) -> _Form:
+    """A form without groups, for names like this one."""
+    places, belonging = architecture.index_places(name), belonging_of(name, dtypes, architecture, sizes)
+    match = architecture.match(belonging.weight if belonging else name)
+    # a tensor without a match may follow any line of its attention, and each line has its own condition
+    apart = architecture.dealt | (sizes.indices_for(match.rules) if match else frozenset(places))
+    return _Form(places, {axis: place for axis, place in places.items() if axis in apart}, {})
+
+
+class _Form(NamedTuple):
+    """Names that differ only in their numbers, of tensors of one dtype."""
+
+    places: Mapping[str, int]
+    """The place of each axis among the numbers."""
+    separating: Mapping[str, int]
+    """The places of the axes that separate groups."""
+    groups: dict[tuple[object, ...], _TensorGroup]
+    """The groups by shape and by those numbers."""
+
+
+def _kind(group: _TensorGroup, members: Iterable[AnyTensor], architecture: Architecture, sizes: AxisSizes) -> Kind:
+    """The kind of a group of these tensors. Raises PlanError if the shape on disk or an index does not fit."""
     tensor, match, rule, belonging = group.tensor, group.match, group.shapes[0], group.belonging
     axis_sizes = sizes.of(match.indices)
     try:
@@ -253,7 +276,7 @@ def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> 
     for place, axis in enumerate(group.axes):
         size = sizes.counts.get(axis)
         if size is not None and max(group.seen[axis]) >= size:
-            other, at = next((t, at) for t, at in zip(group.tensors, group.all_at, strict=True) if at[place] >= size)
+            other, at = next((t, at) for t, at in zip(members, group.all_at, strict=True) if at[place] >= size)
             why = f"{axis} {at[place]} is out of range, config.json says {size}"
             raise PlanError(f"{other.where}: tensor '{other.name}': {why}")
     return Kind(
@@ -269,16 +292,16 @@ def _kind(group: _TensorGroup, architecture: Architecture, sizes: AxisSizes) -> 
         shape=shape,
         stated=stated_shape(group.rule.shapes[0]) if belonging and belonging.states_shape else None,
         advice=belonging.advice if belonging else None,
-        count=len(group.tensors),
+        count=len(group.all_at),
         layers=next((seen for axis, seen in group.seen.items() if axis not in architecture.dealt), frozenset()),
     )
 
 
 def _group_of(
-    tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
+    tensor: AnyTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
 ) -> _TensorGroup | None:
     """A group of the tensor; None if no line covers it."""
-    match, belonging = _line_of(tensor, architecture, sizes, dtypes)
+    match, belonging = _line_of(tensor.name, architecture, sizes, dtypes)
     if match is None:
         return None
     rule = sizes.holds(match)
@@ -301,26 +324,26 @@ def _group_of(
     return _TensorGroup(tensor, match, rule, tuple(shape for shape in derived if shape is not None), belonging)
 
 
-def _unknown(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> Unknown:
+def _unknown(tensor: AnyTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]) -> Unknown:
     """A tensor without a line, and all tensors without one."""
     has_none = dict[object, bool]()
     lacking = list[str]()
     for name in dtypes:
         form = architecture.form(name)[0], dtypes[name]
         if form not in has_none:
-            has_none[form] = _line_of(tensor._replace(name=name), architecture, sizes, dtypes)[0] is None
+            has_none[form] = _line_of(name, architecture, sizes, dtypes)[0] is None
         if has_none[form]:
             lacking.append(name)
     return Unknown(tensor, [*dtypes], lacking)
 
 
 def _line_of(
-    tensor: FullTensor, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
+    name: str, architecture: Architecture, sizes: AxisSizes, dtypes: Mapping[str, str]
 ) -> tuple[Match | None, Companion | None]:
     """The line that covers a tensor. A companion of a quantized weight takes the line of that weight."""
-    belonging = belonging_of(tensor.name, dtypes, architecture, sizes)
+    belonging = belonging_of(name, dtypes, architecture, sizes)
     if belonging is None or not belonging.of_attention:
-        return architecture.match(belonging.weight if belonging else tensor.name), belonging
+        return architecture.match(belonging.weight if belonging else name), belonging
     rules = ((match, sizes.holds(match)) for match in architecture.around(belonging.weight))
     return next((match for match, rule in rules if rule and any(map(takes_heads, rule.shapes))), None), belonging
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,7 +24,7 @@ from reshard.formats.notation.architecture import Architecture, Rule, without_nu
 from reshard.formats.notation.architecture_files import architecture_of, built_in_architectures
 from reshard.formats.quantization.methods import scheme_of
 from reshard.model.binding import bind
-from reshard.model.model import FullTensor, Model
+from reshard.model.model import AnyTensor, Model
 from reshard.model.unknown import named_in
 
 _NEAREST = 8
@@ -41,7 +41,7 @@ class Draft:
     checks: int
 
 
-def draft(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> Draft:
+def draft(config: Mapping[str, Any], tensors: Collection[AnyTensor]) -> Draft:
     """A draft for tensors of these names and shapes. Raises PlanError where a quantized weight hides its shape."""
     kinds = _kinds(config, tensors)
     names = {base.name: sum(base.match(kind.name) is not None for kind in kinds) for base in _bases()}
@@ -63,10 +63,10 @@ def _bases() -> Sequence[Architecture]:
     return [replace(architecture_of({"base": [name]}, Path("draft")), name=name) for name, _ in types.most_common()]
 
 
-def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[FullTensor]:
+def _kinds(config: Mapping[str, Any], tensors: Collection[AnyTensor]) -> list[AnyTensor]:
     """A tensor for each shape and each name without its numbers. What belongs to quantized weights is left out."""
     scheme, names = scheme_of(dict(config)), {tensor.name for tensor in tensors}
-    kinds: dict[tuple[Any, ...], FullTensor] = {}
+    kinds: dict[tuple[Any, ...], AnyTensor] = {}
     for tensor in tensors:
         weight = scheme.companion(tensor.name)
         if weight is None:
@@ -79,7 +79,7 @@ def _kinds(config: Mapping[str, Any], tensors: Sequence[FullTensor]) -> list[Ful
     return [*kinds.values()]
 
 
-def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: FullTensor) -> bool:
+def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: AnyTensor) -> bool:
     """Whether a line covers the tensor and fits its shape."""
     if architecture.match(tensor.name) is None:
         return False
@@ -91,10 +91,10 @@ def _fits(architecture: Architecture, config: Mapping[str, Any], tensor: FullTen
 
 
 def _lines(
-    base: Architecture, config: Mapping[str, Any], kinds: Sequence[FullTensor]
+    base: Architecture, config: Mapping[str, Any], kinds: Sequence[AnyTensor]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     """The lines that differ from the base's: the template, the shape, and a remark on what the user must check."""
-    groups: dict[str, list[FullTensor]] = defaultdict(list)
+    groups: dict[str, list[AnyTensor]] = defaultdict(list)
     for kind in kinds:
         match = base.match(kind.name)
         groups[match.template if match else named_in(base, kind.name)].append(kind)
@@ -119,7 +119,7 @@ def _lines(
             yield template, ("...", f"{_lengths(groups[template])}, a weight beside it is not clear")
 
 
-def _lengths(group: Sequence[FullTensor]) -> str:
+def _lengths(group: Sequence[AnyTensor]) -> str:
     """The shapes on disk, for a person who replaces the ``...``."""
     return " or ".join(dict.fromkeys("x".join(map(str, kind.shape or ())) or "a number" for kind in group))
 

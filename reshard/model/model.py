@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from reshard.formats.documents import LARGEST
 from reshard.formats.errors import CheckpointError, NotationError, PlanError, brief
-from reshard.formats.files.safetensors import DTYPE_BITS
+from reshard.formats.files.safetensors import DTYPE_BITS, TensorInfo
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.architecture import Architecture, Match, Rule
 from reshard.formats.notation.axes import Shape, Share, deal, encloses, share
@@ -189,17 +189,20 @@ class AxisSizes:
         return value
 
 
-class FullTensor(NamedTuple):  # there may be half a million of these: a dataclass takes four times as long to make
-    """A tensor of the unsplit checkpoint.
-
-    ``where`` names its file in errors. ``shape`` is None where no file states it and the rule gives it.
+class FullTensor(NamedTuple):
+    """A tensor of the unsplit checkpoint that is in no file as it is. ``shape`` is None where the rule gives it;
+    ``local`` is one rank's shape, where the full shape is not known.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None
     where: str
-    local: tuple[int, ...] | None = None  # one rank's shape, where the full shape is not known
+    local: tuple[int, ...] | None = None
+
+
+AnyTensor = FullTensor | TensorInfo
+"""A tensor of the unsplit checkpoint, as a header has it or without a file of its own."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from reshard.formats.notation.architecture import SETTINGS, Architecture, LineNa
 from reshard.formats.notation.axes import Dim, Summand
 from reshard.formats.notation.tables import newer_than_tables
 from reshard.formats.quantization.methods import unknown_method
-from reshard.model.model import AxisSizes, FullTensor
+from reshard.model.model import AnyTensor, AxisSizes
 
 
 class NoRuleError(PlanError):
@@ -31,7 +31,7 @@ class NoRuleError(PlanError):
 class Unknown:
     """A tensor that no line covers, among all ``names`` of a checkpoint; ``others`` are all names without a line."""
 
-    tensor: FullTensor
+    tensor: AnyTensor
     names: Sequence[str]
     others: Sequence[str]
 
@@ -94,7 +94,7 @@ def _beginning(templates: Iterable[str], known: Iterable[str]) -> str:
     return next(free, "") if len(modules) > 1 else ""
 
 
-def _line_to_add(tensor: FullTensor, architecture: Architecture, sizes: AxisSizes) -> str:
+def _line_to_add(tensor: AnyTensor, architecture: Architecture, sizes: AxisSizes) -> str:
     save, give = "save the plan with 'reshard plan SOURCE --save FILE', add", "and pass it with --plan FILE"
     module = tensor.name.rpartition(".")[0]
     weight = architecture.match(f"{module}.weight")

@@ -9,7 +9,7 @@ arrangements of one model, on any two meshes, differ in names, in places, and in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -77,6 +77,15 @@ class Arrangement:
         self.copies = [(t.atoms[0], Location(t, 0)) for t in self._copies()]
         self.stored += tuple(location.stored for _, location in self.copies)
 
+    def alike(self, rank: int) -> tuple[object, ...]:
+        """A key that ranks share if they have the same tensors: the shapes of each kind, and what names depend on."""
+        names = (self.plan.mesh.stage(rank), *self._firsts[rank : rank + 1]) if self.chunks is None else ()
+        return *names, *[kind.shape(rank) for kind in self._kinds]
+
+    @cached_property
+    def _kinds(self) -> Collection[Geometry]:
+        return dict.fromkeys(stored.geometry for stored in self.stored)
+
     def tensors_of(self, rank: int) -> Iterator[tuple[Stored, tuple[int, ...]]]:
         """A rank's tensors, with their shapes."""
         for stored in self.stored:
@@ -90,7 +99,7 @@ class Arrangement:
         What is ``stated`` of a constant counts.
         """
         contents = dict[str, bytes]()
-        for stored, shape in self.tensors_of(rank):
+        for stored, shape in self.tensors_of(rank) if self.format.rules.constants or not self.format.plain else ():
             name = stored.name_on(rank)
             if stored.constant:
                 contents[name] = stated.get(stored.name) or stored.constant_bytes(shape)

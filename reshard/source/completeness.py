@@ -260,7 +260,7 @@ def check_complete(model: Model, where: FilePath) -> tuple[str, ...]:
             "fetch the missing files; for the language model alone, give the config.json of such a model: its class "
             "under 'architectures', and no settings of a tower",
         )
-    names = sorted(set(missing(model)), key=_in_order)
+    names = sorted(set(_missing(present)), key=_in_order)
     if names:
         one = len(names) == 1
         raise CheckpointError(
@@ -294,7 +294,10 @@ def _in_order(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 def missing(model: Model) -> Iterator[str]:
     """The names of the missing tensors; a name may come more than once."""
-    present = Present(model)
+    return _missing(Present(model))
+
+
+def _missing(present: Present) -> Iterator[str]:
     for find in (
         _missing_layers, _missing_in_stacks, _missing_companions, _missing_vocabulary, _missing_always, _missing_towers
     ):  # fmt: skip
@@ -360,12 +363,13 @@ class Present:
                 else:
                     strange.add(tensor.kind.pattern)
         self.strange = frozenset(strange)
-        self.stacks: dict[str, dict[At, set[str]]] = {}
+        self.stacks: dict[str, dict[At, frozenset[str]]] = {}
+        with_one_more = cache(lambda inside, inner: inside | {inner})  # most members share what is in them
         for template, places in self.lines.items():
             for stack, inner in _around(template):
                 depth, members = len(_axes(stack)), self.stacks.setdefault(stack, {})
-                for at in places:
-                    members.setdefault(at[:depth], set()).add(inner)
+                for at in {at[:depth] for at in places}:
+                    members[at] = with_one_more(members.get(at, frozenset()), inner)
 
     def _is_dealt(self, stack: str) -> bool:
         """Whether a tensor of a stack is sharded; a tower is replicated."""
@@ -567,7 +571,7 @@ def _missing_in_stacks(present: Present) -> Iterator[Missing]:
                 near = min(indices, key=lambda other: (-len(members[(*outer, other)]), abs(other - index)))
                 yield from present.as_in(stack, (*outer, near), (*outer, index))
         if present.is_dealt(stack):
-            complete = ((at, frozenset(inside)) for at, inside in members.items() if not present.may_lack(stack, at))
+            complete = ((at, inside) for at, inside in members.items() if not present.may_lack(stack, at))
             for at, inner, other in _lacking(complete):
                 yield from present.as_in(inner, other, at)
 

@@ -148,7 +148,7 @@ def lines_of_any(source: Place, access: Access) -> Architecture:
         return folder.architecture(read_model_config(path))
     checkpoint = open_adapter(path, found_config(access)) if folder.kind == "adapter" else open_checkpoint(path)
     lines = folder.architecture(checkpoint.config)
-    return lines_for(lines, checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+    return lines_for(lines, checkpoint.config, _with_aliases(checkpoint).values())
 
 
 def draft_of(path: FilePath) -> Draft:
@@ -158,7 +158,7 @@ def draft_of(path: FilePath) -> Draft:
     if is_sharded(path):
         raise CheckpointError(f"{path} is split already", "a draft is made from a full checkpoint")
     checkpoint = open_checkpoint(path)
-    return draft(checkpoint.config, _full_tensors(_with_aliases(checkpoint)))
+    return draft(checkpoint.config, _with_aliases(checkpoint).values())
 
 
 def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_part: bool) -> Source:
@@ -225,11 +225,10 @@ def _bound(
     folder: Folder, architecture: Architecture, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Model, Mapping[str, str]]:
     """The model of these tensors, and the second names of tied ones."""
-    full = _full_tensors(tensors)
     tied = may_be_tied(architecture, config)
     seconds = Spellings(architecture, config).second_names(tensors) if tied else {}
-    twice = tied_twice(architecture, config, full, lambda a, b: look_alike(tensors[a], tensors[b]), seconds)
-    full = [tensor for tensor in full if tensor.name not in twice]
+    twice = tied_twice(architecture, config, tensors.values(), lambda a, b: look_alike(tensors[a], tensors[b]), seconds)
+    full = (tensor for name, tensor in tensors.items() if name not in twice)
     return bind(architecture, config, full, every_rule=folder.plan_file is not None), twice
 
 
@@ -337,10 +336,6 @@ def _with_aliases(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     aliases = checkpoint.aliases if checkpoint.config.get("tie_word_embeddings") is False else {}
     more = {alias: tensors[original]._replace(name=alias) for alias, original in aliases.items()}
     return tensors | more if more else tensors
-
-
-def _full_tensors(tensors: Mapping[str, TensorInfo]) -> list[FullTensor]:
-    return [FullTensor(t.name, t.dtype, t.shape, t.file.name) for t in tensors.values()]
 
 
 def _open_sharded(folder: Folder) -> Source:

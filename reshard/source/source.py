@@ -24,10 +24,10 @@ from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.store import (
     FilePath,
     StoredPath,
+    content_of,
     local_path,
     location_of,
     public_name,
-    read_file,
 )
 from reshard.mesh.plan import Plan, make_plan
 from reshard.model.model import Model
@@ -212,8 +212,7 @@ class Source:
 
     def read_side_file(self, name: str) -> bytes | None:
         """The content of one of them, if it is there."""
-        content = self.side_files.get(name)
-        return content if content is None or isinstance(content, bytes) else read_file(content)
+        return content_of(self.side_files.get(name))
 
     def read_config(self) -> dict[str, Any]:
         """The config.json that belongs to it. Raises CheckpointError."""
@@ -290,7 +289,7 @@ class Source:
             unknown = SourceRecord(name, public_name(self.path), None, {}, None, (), self.names_of)
             return self.manifest.source if self.manifest is not None else unknown
         files = checkpoint.records if self.was_named is None else ()  # a merge writes others
-        index = checkpoint.index if files else None
+        index = content_of(checkpoint.index) if files else None
         return SourceRecord(
             id=fingerprint(checkpoint),
             location=public_name(self.path),

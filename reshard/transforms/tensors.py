@@ -37,7 +37,7 @@ from reshard.formats.notation.format_file import HUGGING_FACE
 from reshard.formats.numbers import sums
 from reshard.formats.quantization.fp8 import Error, Grid, codes_of, dequantize, scales_from, scales_of
 from reshard.formats.quantization.methods import quantization_settings
-from reshard.formats.store import FilePath, StoredPath, local_path, opened, read_into
+from reshard.formats.store import FilePath, StoredPath, content_of, local_path, opened, read_into
 from reshard.move.changes import Change
 from reshard.move.engine import fill
 from reshard.move.jobs import FilePlan, Job, TargetPlace
@@ -339,8 +339,8 @@ def whole_of(source: Source) -> tuple[list[SourceFileRecord], Mapping[str, bytes
     """The weight files of the full checkpoint that a source is, or that a merge of it writes, and the index of them."""
     checkpoint = source.checkpoint
     if checkpoint is not None and checkpoint.records and not checkpoint.renamed and not source.format.modules:
-        index = {str(checkpoint.index_name): checkpoint.index} if checkpoint.index is not None else {}
-        return [*checkpoint.records], index
+        index = content_of(checkpoint.index)
+        return [*checkpoint.records], {str(checkpoint.index_name): index} if index is not None else {}
     merged = Output(source, source.whole, HUGGING_FACE, names=None)
     return [
         SourceFileRecord(file.name, file.layout.size, None, file.layout.header) for file in merged.files

@@ -101,7 +101,7 @@ class Output:
         self.left_behind = (*self._not_carried(), *(source.strays if state is None else ()))
         self.chunks = ChunkFiles(self.arrangement, format, self.training, state)
         self.rank_files: dict[int, list[FilePlan]] = {rank: [] for rank in self.ranks}
-        self._last = list[Tensor]()
+        self._tensors, self._alike = list[Tensor](), tuple[object, ...]()
         if self.is_restored:
             self.rank_files[0] = self._restored()
         for number in range(0 if self.is_restored else self.arrangement.ranks):
@@ -134,12 +134,14 @@ class Output:
 
     def _files_of(self, rank: int) -> Iterator[FilePlan]:
         """The files of a rank, or those with a number of chunks."""
-        stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda stored: -DTYPE_BITS[stored[0].dtype])
-        tensors = [Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
-                   for stored, shape in stored_shapes]  # fmt: skip
-        if tensors == self._last:  # ranks that hold alike share the records: there may be a million
-            tensors = self._last
-        self._last = tensors
+        alike = self.arrangement.alike(rank)
+        if alike != self._alike:  # else they share the records: there may be a million
+            stored_shapes = sorted(self.arrangement.tensors_of(rank), key=lambda each: -DTYPE_BITS[each[0].dtype])
+            self._tensors = [
+                Tensor(name := stored.name_on(rank), stored.dtype, shape, tensor_bytes(name, stored.dtype, shape))
+                for stored, shape in stored_shapes
+            ]
+        self._alike, tensors = alike, self._tensors
         constants = self.arrangement.fixed_of(rank, self._constants)
         files, kind = self.format.files, self._state.kind if self._state is not None else None
         if kind is None or kind in files.masters:

@@ -20,7 +20,16 @@ from safetensors.torch import save, save_file
 
 from reshard.formats.documents import strict_json
 from reshard.formats.errors import CheckpointError
-from reshard.formats.files.safetensors import DTYPE_BITS, Header, build_header, parse_header, read_header, tensor_bytes
+from reshard.formats.files.safetensors import (
+    DTYPE_BITS,
+    Header,
+    _read_any,
+    _read_usual,
+    build_header,
+    parse_header,
+    read_header,
+    tensor_bytes,
+)
 from tests.marks import examples
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -315,8 +324,14 @@ def test_what_the_library_writes_is_read(
 
 
 def valid(content: bytes, path: Path) -> Header | None:
-    """What is read from arbitrary bytes: a header, or None where they are refused. Nothing else may happen."""
+    """What is read from arbitrary bytes: a header, or None where they are refused. Nothing else may happen, and the
+    usual headers are read as any others are.
+    """
     path.write_bytes(content)
+    header = content[: 8 + int.from_bytes(content[:8], "little")]
+    if (usual := _read_usual(header, path)) is not None:
+        other = _read_any(header, path)
+        assert usual == other and [*usual[0]] == [*other[0]]
     try:
         return read_header(path)
     except CheckpointError as error:
@@ -327,7 +342,9 @@ def valid(content: bytes, path: Path) -> Header | None:
 
 def test_mutated_headers_raise_only_checkpoint_errors(tmp_path: Path) -> None:
     tensors = [("model.norm.weight", "F32", (4,)), ("a", "BF16", (2, 3)), ("b", "F4", (2,)), ("z", "U8", (0,))]
-    good = build_header(tensors, {"format": "pt"}) + bytes(29)
+    good = build_header(tensors, {"format": "pt", "a\\": '{"b":"c"}'})
+    assert _read_usual(good, tmp_path) == _read_any(good, tmp_path)
+    good += bytes(29)
     chance, refused = random.Random(0), 0
     for _ in range(3000):
         content = bytearray(good)

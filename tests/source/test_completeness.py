@@ -306,8 +306,8 @@ def test_a_config_of_other_experts_than_a_program_stores_is_refused_at_once(tmp_
 def test_inspect_reads_a_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.formats.files import safetensors
 
-    read, plain = [], safetensors._read_entries
-    monkeypatch.setattr(safetensors, "_read_entries", lambda *given: read.append(given[1]) or plain(*given))
+    read, plain = [], safetensors._read_usual
+    monkeypatch.setattr(safetensors, "_read_usual", lambda *given: read.append(given[1]) or plain(*given))
     source = write_checkpoint(tmp_path / "model")
     assert inspect(source).complete
     assert read == [source / "model.safetensors"]

@@ -32,7 +32,7 @@ from reshard.formats.files.manifest import (
 from reshard.formats.files.safetensors import TensorInfo, parse_header, read_header
 from reshard.formats.mesh import Mesh
 from reshard.formats.notation.spellings import Spellings
-from reshard.formats.store import FilePath, glob, is_in, name_in
+from reshard.formats.store import FilePath, content_of, glob, is_in, name_in
 from reshard.mesh.plan import Plan, rank_config
 from reshard.model.model import in_order
 from reshard.model.naming import respelled
@@ -271,7 +271,7 @@ def _whole_index(original: Source, shards: Source) -> Iterator[tuple[str, dict[s
     contents = [(file.name, *read_weights(file.path)[:2]) for file in shards.files.values()]
     weight_map = {tensor: name for name, tensors, tied in contents for tensor in (*tensors, *tied)}
     stated = read_document(path, MAX_INDEX, json_object)[1]
-    metadata, index = stated.get("metadata"), original.checkpoint.index if original.checkpoint is not None else None
+    metadata, index = stated.get("metadata"), content_of(original.checkpoint.index if original.checkpoint else None)
     if (
         is_safe
         and isinstance(metadata, dict)

@@ -106,7 +106,7 @@ def _load(source: Source, jobs: Iterable[Job], kinds: Tensors, take: Callable[[s
     def carry_out(_: int, report: Callable[[Iterable[tuple[str, int]]], None]) -> None:
         reader = Reader()
         try:
-            for group in requested(drawn, reader):
+            for group in requested(drawn, reader) if source.is_remote else drawn:
                 report([part for job, slab, _ in group for part in _fill(job, slab, reader, memory)])
         finally:
             reader.close()

@@ -132,10 +132,11 @@ def move(
                 take_over,
             )
         stretches = [Shared(steps.left(part, is_left)) for part in stretches_of(jobs, count, sizes.small)]
+        is_remote = any(file.is_elsewhere for file in sums.of)
         work_together(
             count,
             lambda number, report: Mover(writing, options, busy, report).carry_out(
-                itertools.chain(*stretches[number:], *stretches[:number])
+                itertools.chain(*stretches[number:], *stretches[:number]), is_remote=is_remote
             ),
             note,
         )
@@ -271,6 +272,9 @@ def stretches_of(jobs: Sequence[Job], count: int, small: int) -> Iterator[range]
 SECONDS = 5.0
 """A thread whose source is slow reports after as many seconds, or when it has read the next piece."""
 
+AHEAD = 64 << 20
+"""The bytes of remote files, about, that are requested before the steps that read them are carried out."""
+
 K = TypeVar("K", bound=FilePlan | None)
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -295,16 +299,17 @@ class Account:
 
 
 def requested(drawn: Iterable[Sequence[Step]], reader: Reader) -> Iterator[Sequence[Step]]:
-    """Yield the drawn steps, each after the bytes of it and of the next ones were requested."""
+    """Yield the drawn steps, each after the remote bytes of it and of the next ones were requested."""
     waiting = deque[Sequence[Step]]()
     for steps in drawn:
         reads = ((job.source(region.rank), region) for job, slab, _ in steps for region in slab.reads)
         reader.request(
             (place.file, [(place.offset + at, place.offset + at + n) for at, _, n in ranges_of(place, region)])
             for place, region in reads
+            if place.file.is_elsewhere
         )
         waiting.append(steps)
-        while waiting and reader.is_ahead:
+        while reader.requested > AHEAD:
             yield waiting.popleft()
             reader.end_step()
     for steps in waiting:
@@ -327,10 +332,10 @@ class Mover:
         self._reader, self._arena, self._account = Reader(), _Arena(self._sizes.piece), Account()
         self._reported = time.monotonic()
 
-    def carry_out(self, drawn: Iterable[Sequence[Step]]) -> None:
+    def carry_out(self, drawn: Iterable[Sequence[Step]], *, is_remote: bool) -> None:
         """Carry out the steps that this thread draws."""
         try:
-            for group in requested(drawn, self._reader):
+            for group in requested(drawn, self._reader) if is_remote else drawn:
                 if group[0].job.is_small(self._sizes.small):
                     self._carry_out(group)
                     continue

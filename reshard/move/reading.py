@@ -7,7 +7,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +22,6 @@ from reshard.source.source import Source, SourceFile, SourcePlace
 from reshard.store.threads import Threads, result
 
 ByteArray = NDArray[np.uint8]
-
-AHEAD = 64 << 20
-"""The bytes of remote files, about, that are requested before the steps that read them are carried out."""
-
-AHEAD_HERE = 32 << 20
-"""As many of files on this machine: two or three steps keep a disk busy, and no thread draws much more than another."""
-
-_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
-"""The flag of a read from the page cache alone; None where a system has none."""
 
 REQUESTS = 16
 """Requests that a reader has under way at a time."""
@@ -105,9 +95,8 @@ class PendingBytes(NamedTuple):
 class Reader:
     """Reads ranges of source files, each file opened once.
 
-    All are requested before they are read, for a few steps ahead: those of remote files many at a time; those of files
-    on this machine from the kernel, which reads ahead too little by itself for a fast disk. The first step requested is
-    the first to be read.
+    Those of remote files are requested before they are read: many at a time, for a few steps ahead. The first step
+    requested is the first to be read.
     """
 
     def __init__(self) -> None:
@@ -115,24 +104,18 @@ class Reader:
         self._threads: Threads | None = None
         self._steps = list[dict[SourceFile, Sequence[PendingBytes]]]()
         """The parts that were requested for each step of the work, by file, in order."""
-        self._here = list[int]()
-        """The bytes of each step that the kernel was asked for."""
         self.fetched = 0
         """Bytes that were requested of remote files so far."""
 
     def request(self, tensors: Iterable[tuple[SourceFile, Sequence[Range]]]) -> None:
-        """Request the ranges of a step; each entry has those of one tensor.
+        """Request the ranges of a step; each entry has those of one tensor. Ranges of local files are left out.
 
-        Ranges that lie close are joined into one request, and long ones of remote files are cut into several.
+        Ranges that lie close are joined into one request, and long ones are cut into several.
         """
         ranges_in: dict[SourceFile, list[Range]] = {}
-        here = 0
         for file, ranges in tensors:
             if file.is_elsewhere:
                 ranges_in.setdefault(file, []).extend(joined(ranges, GAP))
-            elif file.remote is None:
-                here += sum(self._ask(file, *each) for each in joined(ranges, GAP))
-        self._here.append(here)
         step = dict[SourceFile, Sequence[PendingBytes]]()
         for file, ranges in ranges_in.items():
             counts = ((begin, end, max(1, -(-(end - begin) // PART))) for begin, end in joined(ranges, NEAR))
@@ -141,16 +124,13 @@ class Reader:
         self._steps.append(step)
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether so many bytes are on their way, or none, that the first step is to be carried out."""
-        away = sum(part.end - part.begin for step in self._steps for parts in step.values() for part in parts)
-        here = sum(self._here)
-        return away > AHEAD or here > AHEAD_HERE or not (away or here)
+    def requested(self) -> int:
+        """The bytes of all steps that have not ended."""
+        return sum(part.end - part.begin for step in self._steps for parts in step.values() for part in parts)
 
     def end_step(self) -> None:
         """Forget the first step."""
         self._steps.pop(0)
-        self._here.pop(0)
 
     def fill(self, data: ByteArray, file: SourceFile, offset: int) -> None:
         """Fill ``data`` from ``offset`` of a file. Raises CheckpointError if it cannot be read or is too short, and
@@ -167,7 +147,14 @@ class Reader:
         elif file.remote is not None:  # computed from files of this machine
             data[:] = np.frombuffer(file.remote.read(offset, offset + data.size), np.uint8)
         else:
-            read_into(file.path, self._descriptor(file), offset, data.data)
+            path = local_path(file.path)
+            assert path is not None
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise unreadable(path, error) from error
+            read_into(path, self._descriptors[path], offset, data.data)
 
     def close(self) -> None:
         """Close the files, and cancel requests that have not begun."""
@@ -178,28 +165,6 @@ class Reader:
             part.content.cancel()
         if self._threads is not None:
             self._threads.close()
-
-    def _descriptor(self, file: SourceFile) -> int:
-        path = local_path(file.path)
-        assert path is not None
-        if path not in self._descriptors:
-            try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise unreadable(path, error) from error
-        return self._descriptors[path]
-
-    def _ask(self, file: SourceFile, begin: int, end: int) -> int:
-        """Ask the kernel to read a range into its page cache, if the last byte is not there; the bytes asked for."""
-        if _NOWAIT is None:
-            return 0
-        descriptor = self._descriptor(file)
-        with suppress(OSError):
-            os.preadv(descriptor, [bytearray(1)], end - 1, _NOWAIT)
-            return 0
-        with suppress(OSError):  # of a file system that has no such thing: it is read as it is
-            os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
-        return end - begin
 
     def _find(self, file: SourceFile, offset: int) -> PendingBytes | None:
         for step in self._steps:

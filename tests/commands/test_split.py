@@ -28,6 +28,7 @@ from tests.support import (
     contents,
     llama_tensors,
     trained_checkpoint,
+    weights_of,
     without_manifest,
     write_checkpoint,
     write_file,
@@ -92,7 +93,7 @@ def test_load_reads_what_split_writes_from_any_source(tmp_path):
             found = load(origin, tp=4, rank=rank)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
-    whole = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    whole = weights_of(source)
     found = load(tmp_path / "tp4")  # packed: a shard's parts are not neighbours here
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)

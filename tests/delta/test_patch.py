@@ -26,7 +26,7 @@ from reshard.transforms.tensors import ComputedFile
 from reshard.verify.api import verify
 from tests import peft_adapters, store
 from tests.marks import examples, one_of_each
-from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint, write_tied_twice
+from tests.support import LLAMA, change_tensor, command, contents, weights_of, write_checkpoint, write_tied_twice
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 ONE = {"workers": 1, "fsync": False}
@@ -313,7 +313,7 @@ def test_a_base_in_any_form(base: Path, delta: Path, tmp_path: Path, form: str) 
     source = tmp_path / "source"
     if form == "bin":
         shutil.copytree(base, source, ignore=shutil.ignore_patterns("model*"))
-        whole = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+        whole = weights_of(base)
         torch.save(whole, source / "pytorch_model.bin")
     else:
         split(base, source, **FORMS[form], **ONE)

@@ -15,7 +15,7 @@ from reshard.cli.options import LocalPath, NewFile
 from tests.marks import thorough
 from tests.stores.hub_server import HubServer
 from tests.stores.store_server import StoreServer
-from tests.support import command, contents, write_checkpoint
+from tests.support import command, contents, ok, write_checkpoint
 from tests.test_cli import in_one_process
 
 LOCAL = {"plan_file", "cache_dir", "python", "engine_python", "folder"}
@@ -52,8 +52,7 @@ def test_a_config_at_a_url(run: Path) -> None:
             given = ("--config", url, "--cache-dir", root / "cache")
             merge, split = ("merge", run, root / f"merged{number}"), ("split", run, root / f"two{number}", "--tp", "2")
             for line in (merge, (*split, "--as", "vllm")):
-                done = command(*line, *given, **store.environment)
-                assert done.returncode == 0, done.stderr
+                ok(*line, *given, **store.environment)
             assert contents(root / f"merged{number}") == contents(root / "expected")
             assert {"config.json", "tokenizer.json"} <= contents(root / f"two{number}").keys()
         url = f"{store.url}/bucket/org/cfg"

@@ -180,6 +180,37 @@ def command(
     return CompletedProcess([*map(str, arguments)], code if isinstance(code, int) else int(bool(code)), *texts)
 
 
+def ok(*arguments: str | Path, **options: Any) -> CompletedProcess[str]:
+    """What a command that must succeed printed; the arguments are those of ``command``."""
+    done = command(*arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def refused(*arguments: str | Path, code: int = 2, **options: Any) -> str:
+    """What a command that must fail with this code says on its standard error."""
+    done = command(*arguments, **options)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return done.stderr
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def bytes_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, the shape and the bytes of all tensors of a folder's safetensors files."""
+    return {
+        info.name: (info.dtype, info.shape, content[info.offset : info.offset + info.nbytes])
+        for file in sorted(folder.glob("*.safetensors"))
+        for content in (file.read_bytes(),)
+        for info in read_header(file).tensors.values()
+    }
+
+
 @contextmanager
 def _as_a_process(cwd: Path | None, without: Iterable[str], environment: dict[str, str]) -> Iterator[None]:
     """Another folder, environment and handling of signals for a while."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,25 +29,13 @@ def shards(source, tmp_path):
     return tmp_path / "shards"
 
 
-def refused(error: type[ReshardError], *words: str):
-    """A context that expects one line with all the words in it."""
-
-    class Context:
-        def __enter__(self):
-            self._raises = pytest.raises(error)
-            self._info = self._raises.__enter__()
-            return self
-
-        def __exit__(self, *exception):
-            suppressed = self._raises.__exit__(*exception)
-            if not suppressed:
-                return False
-            message = self._info.value.message
-            assert "\n" not in message
-            assert all(word in message for word in words), message
-            return suppressed
-
-    return Context()
+@contextmanager
+def refused(error: type[ReshardError], *words: str) -> Iterator[None]:
+    """Expects an error of one line with all the words in it."""
+    with pytest.raises(error) as caught:
+        yield
+    message = caught.value.message
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def rewrite(path, change):

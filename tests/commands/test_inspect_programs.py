@@ -14,7 +14,7 @@ from reshard.api import inspect, split
 from reshard.formats.errors import ReshardError
 from reshard.source.opening import open_source
 from tests.programs.oracles import checkpoint
-from tests.support import LLAMA, change_json, command, refused, write_checkpoint
+from tests.support import LLAMA, change_json, changed_json, command, refused, write_checkpoint
 
 
 def said(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -103,10 +103,9 @@ def test_a_missing_rank(shards: Path, has_manifest: bool) -> None:
 
 
 def test_a_manifest_that_does_not_list_all_ranks(shards: Path) -> None:
-    manifest = json.loads((shards / "reshard.json").read_text())
-    for file in manifest["ranks"].pop()["files"]:
-        (shards / file["name"]).unlink()
-    (shards / "reshard.json").write_text(json.dumps(manifest))
+    with changed_json(shards / "reshard.json") as manifest:
+        for file in manifest["ranks"].pop()["files"]:
+            (shards / file["name"]).unlink()
     code, found = said(shards)
     assert code == 1 and found["ranks_missing"] == [1]
     assert "the files of rank 1 of 2 are missing" in refused("merge", shards, shards.parent / "merged")

@@ -15,7 +15,7 @@ from reshard.api import load, merge, plan, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
-from tests.support import LLAMA, change_tensor, contents, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, change_tensor, changed_json, contents, llama_tensors, write_checkpoint, write_file
 
 
 @pytest.fixture
@@ -54,9 +54,8 @@ def test_a_missing_rank(shards, tmp_path):
 
 
 def test_a_manifest_that_lists_no_weights_of_a_rank(shards, tmp_path):
-    document = json.loads((shards / "reshard.json").read_text())
-    document["ranks"][3]["files"] = [f for f in document["ranks"][3]["files"] if f["name"].endswith("config.json")]
-    (shards / "reshard.json").write_text(json.dumps(document))
+    with changed_json(shards / "reshard.json") as document:
+        document["ranks"][3]["files"] = [f for f in document["ranks"][3]["files"] if f["name"].endswith("config.json")]
     with refused(CheckpointError, "the files of rank 3 of 8 are missing"):
         merge(shards, tmp_path / "out")
 

@@ -30,8 +30,7 @@ from reshard.formats.files.safetensors import TensorInfo
 from tests import store
 from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
-from tests.programs.test_dcp import raw
-from tests.support import command, weights_of
+from tests.support import bytes_of, command, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -99,7 +98,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh) -> None:
 def check(folder: Path, original: Path, out: Path) -> None:
     """A trainer's folder is merged to the original's tensors, and converted as they are."""
     merge(folder, out / "merged", config=original)
-    merged, expected = raw(out / "merged"), raw(original)
+    merged, expected = bytes_of(out / "merged"), bytes_of(original)
     if "lm_head.weight" not in expected:  # DeepSpeed names a tied tensor twice
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         merged.setdefault("lm_head.weight", expected["lm_head.weight"])
@@ -108,7 +107,7 @@ def check(folder: Path, original: Path, out: Path) -> None:
     split(folder, out / "split", tp=2, format=name, config=original)
     split(out / "merged", out / "direct", tp=2, format=name)
     for file in (out / "direct").rglob("*.safetensors"):
-        assert raw((out / "split" / file.relative_to(out / "direct")).parent) == raw(file.parent)
+        assert bytes_of((out / "split" / file.relative_to(out / "direct")).parent) == bytes_of(file.parent)
 
 
 # -- FSDP ------------------------------------------------------------------------------------------------------------

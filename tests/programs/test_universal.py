@@ -24,11 +24,10 @@ from tests import store
 from tests.golden import source
 from tests.marks import one_of_each, thorough
 from tests.oracles.torchfile import load_dcp, load_pt
-from tests.programs.test_dcp import raw
 from tests.programs.test_trainer_laws import save_zero
 from tests.programs.test_trainers import CASES, config_of, fixtures, given, numbers, weights
 from tests.stores.store_server import StoreServer
-from tests.support import contents, ok, weights_of
+from tests.support import bytes_of, contents, ok, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -127,7 +126,7 @@ def test_the_way_over_it_is_the_straight_one(stage: int, model: str, tmp_path: P
     merge(tmp_path / "run", tmp_path / "straight", config=original)
     split(tmp_path / "run", tmp_path / "out", format=AS, config=original)
     merge(tmp_path / "out", tmp_path / "merged")
-    assert raw(tmp_path / "merged") == raw(tmp_path / "straight")
+    assert bytes_of(tmp_path / "merged") == bytes_of(tmp_path / "straight")
     assert verify_exact(open_source(tmp_path / "straight"), tmp_path / "out").verdict == "same"
     split(tmp_path / "out", tmp_path / "again", format=AS)  # and resumed, saved, and so on
     before, after = contents(tmp_path / "out" / STEP), contents(tmp_path / "again" / STEP)
@@ -245,7 +244,7 @@ def test_many_files_are_open_at_once(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for other in others:
             os.close(other)
-    assert raw(tmp_path / "merged") == raw(store.checkpoint("llama-tied"))
+    assert bytes_of(tmp_path / "merged") == bytes_of(store.checkpoint("llama-tied"))
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +278,7 @@ def test_it_is_written_into_a_bucket_and_read_there(tmp_path: Path, monkeypatch:
         split(given(case), "s3://bucket/out", format=AS, config=config_of(case), cache_dir=tmp_path / "cache")
         merge("s3://bucket/out", tmp_path / "merged", cache_dir=tmp_path / "cache")
     assert contents(tmp_path / "bucket" / "out" / STEP) == contents(tmp_path / "local" / STEP)
-    assert raw(tmp_path / "merged") == weights(case)
+    assert bytes_of(tmp_path / "merged") == weights(case)
 
 
 def test_its_own_files_come_before_what_the_model_s_file_has(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
 from tests.model.test_remote_code import saved
-from tests.support import LLAMA, Tensor, change_json, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, Tensor, change_json, changed_json, llama_tensors, write_checkpoint, write_file
 from tests.support import command as run
 
 MIXTRAL: dict[str, Any] = {
@@ -116,9 +116,8 @@ def test_an_index_that_lists_fewer_tensors(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", files=3)
     gone = "model-00002-of-00003.safetensors"
     (source / gone).unlink()
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != gone}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with changed_json(source / "model.safetensors.index.json") as index:
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != gone}
     assert "is missing, and" in refusal(source)
 
 

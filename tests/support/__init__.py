@@ -136,6 +136,14 @@ def change_json(path: Path, **settings: object) -> None:
 
 
 @contextmanager
+def changed_json(path: Path) -> Iterator[Any]:
+    """A document, which is written at the end with what has been changed in it."""
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document))
+
+
+@contextmanager
 def changed_tensors(file: Path) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of a file, which has at the end what they are made into."""
     from safetensors.torch import load_file, save_file

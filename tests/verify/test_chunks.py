@@ -26,7 +26,7 @@ from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.report.answer import exact_summary
 from tests import store
 from tests.marks import one_of_each, thorough
-from tests.support import change_tensor, command
+from tests.support import change_tensor, changed_json, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
 
@@ -375,9 +375,8 @@ def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:
 
 def test_what_the_manifest_says_of_the_files(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
-    document = json.loads((folder / "reshard.json").read_text())
-    document["ranks"][2]["files"][0]["checksum"] = "0" * 16
-    (folder / "reshard.json").write_text(json.dumps(document))
+    with changed_json(folder / "reshard.json") as document:
+        document["ranks"][2]["files"][0]["checksum"] = "0" * 16
     assert any("checksum" in line for line in exact(folder, "phi3").problems)
 
 

@@ -31,7 +31,7 @@ from reshard.verify.forward.noise import LIMIT
 from tests import store, zoo
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint
-from tests.support import LLAMA, change_json, change_tensor, command, llama_tensors, write_checkpoint
+from tests.support import LLAMA, change_json, change_tensor, changed_json, command, llama_tensors, write_checkpoint
 from tests.verify.faults import read, sign
 from tests.verify.program_faults import FAULTS, ProgramShards, inject
 from tests.verify.test_exact import MEASURE
@@ -427,9 +427,8 @@ def test_every_value_of_the_manifest_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_checksum_of_the_manifest(llama: Path) -> None:
-    document = json.loads((llama / "reshard.json").read_text())
-    document["ranks"][1]["files"][0]["checksum"] = "0" * 16
-    (llama / "reshard.json").write_text(json.dumps(document))
+    with changed_json(llama / "reshard.json") as document:
+        document["ranks"][1]["files"][0]["checksum"] = "0" * 16
     assert "checksum" in exact(llama, "llama").problems[0]
 
 
@@ -650,9 +649,8 @@ def test_shards_that_were_made_of_other_shards(of: str | None, to: str | None, k
     source = open_source(model)
     assert verify_exact(source, out).verdict == "same"
     manifest = out / "reshard.json"
-    document = json.loads(manifest.read_text())
-    document["sizes"]["vocab"] += 1
-    manifest.write_text(json.dumps(document))
+    with changed_json(manifest) as document:
+        document["sizes"]["vocab"] += 1
     assert verify_exact(source, out).verdict == "different"
 
 

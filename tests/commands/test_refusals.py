@@ -4,7 +4,6 @@ place.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,16 @@ from reshard.api import load, merge, plan, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
-from tests.support import LLAMA, change_tensor, changed_json, contents, llama_tensors, write_checkpoint, write_file
+from tests.support import (
+    LLAMA,
+    change_tensor,
+    changed_json,
+    contents,
+    llama_tensors,
+    write_checkpoint,
+    write_file,
+    write_folder,
+)
 
 
 @pytest.fixture
@@ -189,19 +197,13 @@ def test_a_config_whose_numbers_do_not_divide(source, tmp_path):
 
 
 def test_a_layer_beyond_the_last(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
-    write_file(source / "model.safetensors", llama_tensors())
+    source = write_folder(tmp_path / "source", LLAMA | {"num_hidden_layers": 2}, llama_tensors())
     with refused(PlanError, "model.layers.2", "layer 2 is out of range", "2"):
         split(source, tmp_path / "out", tp=2)
 
 
 def test_a_tensor_without_a_rule(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA))
-    write_file(source / "model.safetensors", [*llama_tensors(), ("model.extra.weight", "F32", (3, 5))])
+    source = write_folder(tmp_path / "source", LLAMA, [*llama_tensors(), ("model.extra.weight", "F32", (3, 5))])
     with pytest.raises(PlanError) as error:
         split(source, tmp_path / "out", tp=2)
     assert "model.safetensors: tensor 'model.extra.weight' (F32, 3x5) has no rule" in error.value.message
@@ -224,11 +226,7 @@ def test_degrees_that_are_not_possible(source, tmp_path, tp, words):
 
 def test_a_diagonal_is_refused(tmp_path):
     """One mesh dimension over two dimensions of a tensor would leave most of it with nobody."""
-
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    write_file(source / "model.safetensors", [("a", "F32", (4, 4)), ("b", "F32", (4,))])
+    source = write_folder(tmp_path / "source", {}, [("a", "F32", (4, 4)), ("b", "F32", (4,))])
     path = tmp_path / "plan.toml"
     path.write_text('[parallel]\ntp = [["ff"]]\n[tensors]\na = "ff ff"\nb = "ff"\n')
     with refused(PlanError, "tensor 'a'", "in more than one place"):

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -118,15 +118,6 @@ def test_a_second_table_is_summed_too(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- page
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = browser.find()
-    if program is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    with Browser(program, tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
 
 
 def bars(text: str) -> list[list[tuple[str, float, float]]]:

@@ -6,16 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
-import click
 import pytest
 
 import reshard
-from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.commands import COMMANDS
 from reshard.cli.options import LocalPath, NewFile
 from tests.marks import thorough
 from tests.stores.hub_server import HubServer
 from tests.stores.store_server import StoreServer
-from tests.support import command, contents, ok, write_checkpoint
+from tests.support import command, command_named, contents, ok, write_checkpoint
 from tests.test_cli import in_one_process
 
 LOCAL = {"plan_file", "cache_dir", "python", "engine_python", "folder"}
@@ -24,9 +23,7 @@ LOCAL = {"plan_file", "cache_dir", "python", "engine_python", "folder"}
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_a_folder_alone(name: str) -> None:
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
-    for param in found.params:
+    for param in command_named(name).params:
         if isinstance(param.type, LocalPath) and not isinstance(param.type, NewFile):
             assert param.name in LOCAL, f"{name} {param.opts[0]}"
 

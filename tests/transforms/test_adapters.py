@@ -21,7 +21,7 @@ from reshard.formats.notation.format_file import adapter_format_names
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
-from tests.support import LLAMA, command, contents, ok, weights_of, write_checkpoint
+from tests.support import LLAMA, command, contents, ok, write_checkpoint
 
 PREFIX = "base_model.model."
 WEIGHTS = {
@@ -245,4 +245,4 @@ def test_experts_that_the_checkpoint_has_by_name_are_one_tensor_in_the_adapter(t
 
 
 def load_all(folder: Path) -> dict[str, Any]:
-    return weights_of(folder)
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}

@@ -26,7 +26,7 @@ from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.report.answer import exact_summary
 from tests import store
 from tests.marks import one_of_each, thorough
-from tests.support import change_tensor, changed_json, command
+from tests.support import change_tensor, command
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
 
@@ -373,25 +373,6 @@ def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:
     assert f"{GATE}, of '{GATE}'" in found.missing
 
 
-def test_what_the_manifest_says_of_the_files(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
-    with changed_json(folder / "reshard.json") as document:
-        document["ranks"][2]["files"][0]["checksum"] = "0" * 16
-    assert any("checksum" in line for line in exact(folder, "phi3").problems)
-
-
-def test_the_mesh_in_the_headers(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(written("llama", tp=2), tmp_path / "out"))
-    (folder / "reshard.json").unlink()
-    for file in folder.glob("*.safetensors"):
-        header = read_header(file)
-        said = json.loads(header.metadata["reshard"])
-        said["source"] = "0" * len(said["source"])
-        write_boxes(file, boxes_of(file), {**header.metadata, "reshard": json.dumps(said)})
-    found = exact(folder, "llama")
-    assert {difference.file for difference in found.configs} == {file.name for file in folder.glob("*.safetensors")}
-
-
 def test_files_of_several_parts(tmp_path: Path) -> None:
     split(store.checkpoint("phi3"), tmp_path / "out", tp=4, format="transformers", max_shard_size=20_000)
     assert len([*(tmp_path / "out").glob("shard-00001-*.safetensors")]) > 1
@@ -441,17 +422,3 @@ def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
         ratio = max(row.ratio for row in report.layers)
         assert not report.is_same and ratio > 1000, (fault, ratio)
         assert place in f"{report.first}.", (fault, report.first)
-
-
-@thorough
-def test_the_command(tmp_path: Path) -> None:
-    original = store.checkpoint("llama")
-    done = command("verify", original, written("llama", tp=4), "--json")
-    document = json.loads(done.stdout)
-    assert done.returncode == 0 and document["verdict"] == "same" and document["forward"]["is_same"]
-    assert document["exact"]["format"] == "transformers" and document["forward"]["ranks"] == 1
-    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
-    changed(folder, FORWARD["boxes of two tensors"][0])
-    done = command("verify", original, folder)
-    assert done.returncode == 1 and "in the format transformers" in done.stdout
-    assert f"'{GATE}' at [0, 0] on rank 0, in '{GATE}'" in done.stdout and "<- different" in done.stdout

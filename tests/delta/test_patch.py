@@ -171,10 +171,7 @@ def rewritten(delta: Path, folder: Path, tensors: dict[str, tuple[str, np.ndarra
 
 def sparse(indices: list[int], values: int = 2, wide: str = "I32", dtype: str = "BF16") -> dict:
     places = np.array(indices, {"I32": "<i4", "I64": "<i8"}[wide])
-    return {
-        f"{EMBED}.delta_indices": (wide, places),
-        f"{EMBED}.delta_values": (dtype, np.ones(values, "<u2")),
-    }
+    return {f"{EMBED}.delta_indices": (wide, places), f"{EMBED}.delta_values": (dtype, np.ones(values, "<u2"))}
 
 
 @pytest.mark.parametrize(

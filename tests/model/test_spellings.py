@@ -194,15 +194,7 @@ def test_ranks_have_the_names_of_their_source(name: str, tmp_path: Path) -> None
     assert names_and_values(tmp_path / "alone").items() <= saved.items() or held != saved.keys()
 
 
-NO_PLACE = {
-    "molmo2",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "esm",
-    "esm-absolute",
-    "zamba",
-    "zamba2",
-}
+NO_PLACE = {"molmo2", "qwen4_exp", "qwen4_exp_text", "esm", "esm-absolute", "zamba", "zamba2"}
 """Operations of transformers that its table has not, or modules with more than checkpoints."""
 TIED_OTHERWISE = {"mbart", "mt5"}
 """A tied head that is published once more, or tables that are tied although config.json does not say so."""

@@ -373,10 +373,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path) -> None:
     split(store.checkpoint("llama"), tmp_path / "out", tp=2, format="dcp")
-    for name, said in [
-        (METADATA, ".metadata is missing"),
-        ("__1_0.distcp", "the files of rank 1 of 2 are missing"),
-    ]:
+    for name, said in [(METADATA, ".metadata is missing"), ("__1_0.distcp", "the files of rank 1 of 2 are missing")]:
         shutil.copytree(tmp_path / "out", tmp_path / "bad")
         (tmp_path / "bad" / name).unlink()
         with pytest.raises(CheckpointError, match=said):

@@ -21,15 +21,7 @@ from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
 from tests.model.test_remote_code import saved
-from tests.support import (
-    LLAMA,
-    Tensor,
-    change_json,
-    changed_json,
-    llama_tensors,
-    write_checkpoint,
-    write_folder,
-)
+from tests.support import LLAMA, Tensor, change_json, changed_json, llama_tensors, write_checkpoint, write_folder
 from tests.support import command as run
 
 MIXTRAL: dict[str, Any] = {

@@ -22,14 +22,7 @@ from reshard.formats.notation.architecture_files import (
 )
 from reshard.model.binding import bind
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.source.completeness import (
-    REQUIRED,
-    KnownLines,
-    Present,
-    check_complete,
-    known_lines,
-    missing,
-)
+from reshard.source.completeness import REQUIRED, KnownLines, Present, check_complete, known_lines, missing
 from reshard.source.opening import open_source
 from tests import zoo
 from tests.marks import one_of_each, thorough

@@ -306,12 +306,7 @@ SAID: list[tuple[str, Change, str, dict[str, str]]] = [
         "problems",
         {"ours": f"of '{GATE}', which is [{{4}}, {{w}}]", "others": f"of '{GATE}', which is [{{4}}, {{w}}]"},
     ),
-    (
-        "typed",
-        _typed,
-        "problems",
-        {"ours": f"tensor '{GATE}' is I32 [", "others": f"tensor '{GATE}' is I32 ["},
-    ),
+    ("typed", _typed, "problems", {"ours": f"tensor '{GATE}' is I32 [", "others": f"tensor '{GATE}' is I32 ["}),
     (
         "offsets",
         lambda boxes: _exchange(boxes, (0, GATE), (2, GATE), which=1),
@@ -400,10 +395,7 @@ def test_correct_boxes_compute_the_same() -> None:
 FORWARD: dict[str, tuple[Change, str]] = {
     "boxes of two tensors": (lambda boxes: _exchange(boxes, (0, GATE), (0, UP), which=2), ".1."),
     "boxes of two ranks": (lambda boxes: _exchange(boxes, (1, GATE), (2, GATE), which=2), ".1."),
-    "two layers": (
-        lambda boxes: _exchange(boxes, (3, GATE), (3, GATE.replace(".1.", ".2.")), which=2),
-        ".1.",
-    ),
+    "two layers": (lambda boxes: _exchange(boxes, (3, GATE), (3, GATE.replace(".1.", ".2.")), which=2), ".1."),
     "rows of the vocabulary": (
         lambda boxes: _exchange(boxes, (0, "model.embed_tokens.weight"), (1, "model.embed_tokens.weight"), which=2),
         "embedding",

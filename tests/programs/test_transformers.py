@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.safetensors import read_header
-from reshard.formats.notation.format_file import format_of
 from reshard.profile.processes import run_processes
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
@@ -24,7 +23,6 @@ from tests.marks import of_ranks, one_of_each, thorough
 from tests.support import change_json, command, contents, weights_of
 from tests.zoo import class_of
 
-FORMAT = format_of("transformers")
 MESHES = [
     ("llama", {"tp": 2}),
     ("llama", {"tp": 1}),
@@ -108,22 +106,6 @@ def test_a_rank_reads_its_own_file(tmp_path: Path) -> None:
     whole = weights_of(store.checkpoint("llama"))["model.embed_tokens.weight"]
     starts = [0, *(part.shape[0] for part in whole.chunk(4))]
     assert [*found.values()] == [sum(starts[: i + 1]) for i in range(4)]
-
-
-def test_formats_in_turn(tmp_path: Path) -> None:
-    """From boxes on one mesh to boxes on another, to another program's, and back."""
-    original = store.checkpoint("qwen3_moe")
-    split(original, tmp_path / "first", tp=4, format="transformers")
-    split(tmp_path / "first", tmp_path / "second", tp=2, format="transformers")
-    (tmp_path / "second" / "reshard.json").unlink()
-    split(tmp_path / "second", tmp_path / "vllm", tp=2, format="vllm")
-    split(tmp_path / "vllm", tmp_path / "third", tp=1, format="transformers")
-    split(tmp_path / "third", tmp_path / "own", tp=4)
-    merge(tmp_path / "own", tmp_path / "merged")
-    assert _equal(weights_of(tmp_path / "merged"), weights_of(original))
-    split(original, tmp_path / "direct", tp=4)
-    split(tmp_path / "first", tmp_path / "own4", tp=4)
-    assert contents(tmp_path / "own4" / "rank-03-of-04") == contents(tmp_path / "direct" / "rank-03-of-04")
 
 
 # ------------------------------------------------------------------------------------------------ programs themselves

@@ -26,7 +26,7 @@ from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.report.answer import exact_summary
 from tests import store
 from tests.marks import one_of_each, thorough
-from tests.support import change_tensor, command
+from tests.support import change_tensor
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
 
@@ -354,13 +354,6 @@ def test_exchanged_offsets_of_a_program_that_says_no_mesh(tmp_path: Path) -> Non
     as_others_write(folder)
     one, other = (0, GATE), (2, GATE)
     _only_these_differ(changed(folder, lambda boxes: _exchange(boxes, one, other, which=1)), one, other)
-
-
-def test_a_file_that_is_missing(llama: Path) -> None:
-    """The mesh has it or, in files of another program, a number between others, and elements that no file has."""
-    (llama / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    done = command("verify", store.checkpoint("llama"), llama)
-    assert (done.returncode, done.stdout) == (2, "INCOMPLETE\n")
 
 
 def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:

@@ -281,18 +281,6 @@ def test_tensors_that_are_missing_extra_or_of_another_kind(
     assert any(text in line for line in getattr(found, where)), found
 
 
-def test_files(llama: Path) -> None:
-    (llama / "more.txt").write_text("")
-    assert exact(llama, "llama").extra == ("more.txt",)
-    (llama / "more.txt").unlink()
-    change_json(llama / "config.json", rms_norm_eps=1.0)
-    assert "config.json: 'rms_norm_eps' is 1.0" in str(exact(llama, "llama").configs[0])
-    (llama / "config.json").unlink()
-    assert "config.json" in exact(llama, "llama").missing
-    (llama / "reshard.json").unlink()  # the program itself need not write one
-    assert exact(llama, "llama").verdict == "same"
-
-
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("of", ["this split", "another", "no split"])
 def test_a_file_of_a_third_rank(of: str, has_manifest: bool, llama: Path) -> None:
@@ -398,13 +386,6 @@ def test_what_a_program_does_not_store_is_kept(tmp_path: Path) -> None:
     sign(tmp_path / "out")
     found = verify_exact(source, tmp_path / "out")
     assert found.first is not None and found.first.tensor == name and found.first.file.endswith(INTACT_FILE)
-
-
-def test_what_is_kept(tmp_path: Path) -> None:
-    folder = shutil.copytree(written("mamba2"), tmp_path / "out")
-    rewritten(folder / INTACT_FILE, lambda tensors: tensors.pop(next(iter(tensors))))
-    sign(folder)
-    assert f"{INTACT_FILE}: " in exact(folder, "mamba2").missing[0]
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(llama: Path) -> None:

@@ -218,23 +218,6 @@ def test_padding_is_zero_recorded_and_stripped_once(tmp_path):
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_lost_manifest_is_rebuilt_from_the_shards(tmp_path):
-    source = write_checkpoint(tmp_path / "source", files=3)
-    split(source, tmp_path / "out", tp=4)
-    split(source, tmp_path / "direct", tp=2)
-    (tmp_path / "out/reshard.json").unlink()
-    split(tmp_path / "out", tmp_path / "again", tp=2)
-    assert without_manifest(tmp_path / "again") == without_manifest(tmp_path / "direct")
-    merge(tmp_path / "out", tmp_path / "merged")
-    full: dict[str, torch.Tensor] = {}
-    for file in source.glob("*.safetensors"):
-        full |= load_file(file)
-    merged = load_file(tmp_path / "merged/model.safetensors")
-    assert {n: t.view(torch.uint8).numpy().tobytes() for n, t in merged.items()} == {
-        n: t.view(torch.uint8).numpy().tobytes() for n, t in full.items()
-    }
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_bin_checkpoints_and_their_tied_tensors(tmp_path, tied):
     config = LLAMA | {"num_hidden_layers": 1, "tie_word_embeddings": tied}

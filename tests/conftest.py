@@ -6,13 +6,18 @@ import re
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import store
 from tests.forked import begin_fork_server
+
+if TYPE_CHECKING:
+    from tests.verify.browser import Browser
 
 # No deadlines, and no checks of how fast examples are made: they depend on the machine and on chance.
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -124,6 +129,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if isinstance(item, pytest.Function) and getattr(item.obj, "is_hypothesis_test", False):
                 item.add_marker("thorough")
     items.sort(key=_place)
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Browser"]:
+    """A browser, for tests of pages."""
+    from tests.verify import browser
+
+    program = browser.find()
+    if program is None:
+        assert not os.environ.get("CI"), "no Chromium, and CI must have one: apt-get install chromium"
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    with browser.Browser(program, tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -532,10 +532,7 @@ METHODS: dict[str, Method] = {
         {"quant_method": "fp8", "weight_block_size": [32, 16]}, "block", scale=".scale", block=(32, 16)
     ),
     "fp8-beside-fp4": _fp4(
-        {"quant_method": "fp8", "weight_block_size": [32, 16]},
-        (".weight", ".scale", ""),
-        32,
-        dtypes=("I8", "F8_E8M0"),
+        {"quant_method": "fp8", "weight_block_size": [32, 16]}, (".weight", ".scale", ""), 32, dtypes=("I8", "F8_E8M0")
     ),
     "fp8-beside-mxfp4": _fp4(
         {"quant_method": "fp8", "weight_block_size": [32, 16], "store_dtype": "mxfp4"},

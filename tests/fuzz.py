@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -664,23 +664,21 @@ def fuzz(base: Path, seed: int) -> list[str]:
     return found
 
 
-def main() -> int:
-    """Fuzz from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run_seeds(made: Callable[[Path], object], fuzz_one: Callable[[Path, int], Iterable[str]]) -> int:
+    """From the command line: fuzz what is made in a folder with one seed after another; 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--seconds", type=float)
     options = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_AS, (3 * MEMORY, resource.RLIM_INFINITY))
     began, failures, seed = time.monotonic(), 0, options.seed
     with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder) / "base"
-        make_base(base)
+        made(base := Path(folder) / "base")
         while (options.runs is None or seed < options.seed + options.runs) and (
             options.seconds is None or time.monotonic() < began + options.seconds
         ):
             try:
-                found = fuzz(base, seed)
+                found = [*fuzz_one(base, seed)]
             except Exception:
                 traceback.print_exc()
                 found = [f"seed {seed}: the fuzzer itself failed"]
@@ -689,7 +687,13 @@ def main() -> int:
             failures += len(found)
             seed += 1
     print(f"{seed - options.seed} seeds, {failures} failures, {time.monotonic() - began:.0f} s", flush=True)
-    return 1 if failures else 0
+    return int(failures > 0)
+
+
+def main() -> int:
+    """Fuzz from the command line."""
+    resource.setrlimit(resource.RLIMIT_AS, (3 * MEMORY, resource.RLIM_INFINITY))
+    return run_seeds(make_base, fuzz)
 
 
 if __name__ == "__main__":

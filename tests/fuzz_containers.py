@@ -18,7 +18,6 @@ import re
 import resource
 import struct
 import sys
-import tempfile
 import time
 import traceback
 import zipfile
@@ -32,6 +31,7 @@ from reshard.formats.files.chunks import chunks_metadata, read_chunks
 from reshard.formats.files.dcp import read_distributed
 from reshard.formats.files.safetensors import TensorInfo, read_header
 from reshard.formats.files.torch_archive import read_bin, read_saved
+from tests.fuzz import run_seeds
 
 SECONDS = 5.0
 """What one reading may take of the processor: that others use it, too, is no fault of the reader's."""
@@ -234,29 +234,12 @@ def fuzz(root: Path, seed: int) -> list[str]:
 
 def main() -> int:
     """Fuzz from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--seconds", type=float)
-    options = parser.parse_args()
-    began, failures, seed = time.monotonic(), 0, options.seed
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        make_base(root)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        while (options.runs is None or seed < options.seed + options.runs) and (
-            options.seconds is None or time.monotonic() < began + options.seconds
-        ):
-            for line in fuzz(root, seed):
-                print(line.encode("ascii", "backslashreplace").decode(), flush=True)
-                failures += 1
-            seed += 1
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    failed = run_seeds(make_base, fuzz)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     if grown << 10 > MEMORY:
         print(f"{grown >> 10} MiB of memory")
-        failures += 1
-    print(f"{seed - options.seed} seeds, {failures} failures, {time.monotonic() - began:.0f} s", flush=True)
-    return 1 if failures else 0
+    return int(failed or grown << 10 > MEMORY)
 
 
 if __name__ == "__main__":

@@ -148,10 +148,7 @@ def test_no_room_imports_one_above_it(name: str) -> None:
     assert not {(module, found) for module, found in names if found in above}
 
 
-BACK = {
-    ("reshard.source.folder", "reshard.source.lora"),
-    ("reshard.source.opening_programs", "reshard.source.lora"),
-}
+BACK = {("reshard.source.folder", "reshard.source.lora"), ("reshard.source.opening_programs", "reshard.source.lora")}
 """The imports that close a circle of modules, to be undone: there may only be fewer."""
 
 

@@ -197,20 +197,6 @@ def test_max_shard_size_is_decimal(model: Path, tmp_path: Path) -> None:
         assert "--max-shard-size" in refused("merge", tmp_path / "out", tmp_path / "x", f"--max-shard-size={size}")
 
 
-def test_vocabulary_padding(model: Path, tmp_path: Path) -> None:
-    found = document("split", model, tmp_path / "out", "--tp", "2", "--pad-vocab-to", "64")
-    assert found["padding"] == {"vocab": {"size": 101, "padded": 128}}
-    ok("merge", tmp_path / "out", tmp_path / "merged")
-    assert sums(tmp_path / "merged") == sums(model)
-    assert "a vocabulary of 101 does not divide by 2" in refused(
-        "split", model, tmp_path / "no", "--tp", "2", "--no-pad-vocab"
-    )
-    assert "--pad-vocab-to 8 is not possible with --no-pad-vocab" in refused(
-        "split", model, tmp_path / "no", "--tp", "2", "--no-pad-vocab", "--pad-vocab-to", "8"
-    )
-    assert "a vocabulary of 101 does not divide by 2" in refused("plan", model, "--tp", "2", "--no-pad-vocab")
-
-
 @pytest.mark.parametrize("options", [["--fsync"], ["--workers", "1"], ["--workers", "7"], ["--no-checksum"]])
 def test_options_that_change_no_byte_of_a_shard(model: Path, tp4: Path, tmp_path: Path, options: list[str]) -> None:
     ok("split", model, tmp_path / "out", "--tp", "4", *options)
@@ -220,17 +206,6 @@ def test_options_that_change_no_byte_of_a_shard(model: Path, tp4: Path, tmp_path
     assert (recorded == [None]) == (options == ["--no-checksum"])
     ok("merge", tmp_path / "out", tmp_path / "merged", *options)
     assert sums(tmp_path / "merged") == sums(model)
-
-
-def test_overwrite(model: Path, tp4: Path, tmp_path: Path) -> None:
-    ok("split", model, tmp_path / "out", "--tp", "2")
-    assert "--overwrite" in refused("split", model, tmp_path / "out", "--tp", "4")
-    ok("split", model, tmp_path / "out", "--tp", "4", "--overwrite")
-    assert shards(tmp_path / "out") == shards(tp4)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    assert "is not a checkpoint" in refused("split", model, tmp_path / "mine", "--tp", "4", "--overwrite")
-    assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 def test_one_rank_is_not_some_ranks(model: Path, tmp_path: Path) -> None:
@@ -325,33 +300,6 @@ def test_wrong_degrees_and_ranks(model: Path, tmp_path: Path) -> None:
     assert "--tp" in refused("split", model, tmp_path / "out")
     assert "--workers" in refused("split", model, tmp_path / "out", "--tp", "4", "--workers", "0")
     assert "'bogus'" in refused("bogus")
-
-
-def test_unknown_model_type_and_tensor(model: Path, tmp_path: Path) -> None:
-    unknown = shutil.copytree(model, tmp_path / "unknown")
-    (unknown / "config.json").write_text(json.dumps(TINY | {"model_type": "lama"}))
-    text = refused("split", unknown, tmp_path / "out", "--tp", "2")
-    assert "unknown model_type 'lama'" in text
-    assert "llama" in text
-    assert "--plan" in text
-    assert document("inspect", unknown)["architecture"] is None
-    extra = write_checkpoint(
-        tmp_path / "extra", TINY, {"model.embed_tokens.weight": (101, 24), "model.extra.weight": (3, 5)}
-    )
-    text = refused("plan", extra)
-    assert "model.extra.weight" in text
-    assert "3x5" in text
-    assert "--save" in text
-
-
-def test_a_changed_shard_is_an_answer_of_no(tp4: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(tp4, tmp_path / "damaged")
-    file = damaged / "rank-02-of-04" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    assert "checksum" in refused("merge", damaged, tmp_path / "out", code=1)
-    assert not (tmp_path / "out").exists()
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -505,40 +453,6 @@ def test_plan_says_what_split_does(model: Path, tp4: Path) -> None:
         assert header.tensors[name].shape == shape
 
 
-def test_plan_of_matrices_stored_input_first(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1, "n_positions": 16, "vocab_size": 20}
-    shapes = {
-        "wte.weight": (20, 8),
-        "wpe.weight": (16, 8),
-        "h.0.attn.c_attn.weight": (8, 24),
-        "h.0.attn.c_attn.bias": (24,),
-        "h.0.attn.c_proj.weight": (8, 8),
-        "h.0.attn.c_proj.bias": (8,),
-        "h.0.mlp.c_fc.weight": (8, 32),
-        "h.0.mlp.c_fc.bias": (32,),
-        "h.0.mlp.c_proj.weight": (32, 8),
-        "h.0.mlp.c_proj.bias": (8,),
-    }
-    norms = (f"{norm}.{part}" for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f") for part in ("weight", "bias"))
-    shapes |= dict.fromkeys(norms, (8,))
-    found = document("plan", write_checkpoint(tmp_path / "gpt2", config, shapes), "--tp", "4")
-    kinds = {row["tensor"].split("{layer}.")[-1]: row["kind"] for row in found["rows"]}
-    assert (
-        kinds.items()
-        >= {
-            "transformer.wte.weight": "vocabulary",
-            "transformer.wpe.weight": "replicated",
-            "attn.c_attn.weight": "column",
-            "attn.c_attn.bias": "column",
-            "attn.c_proj.weight": "row",
-            "attn.c_proj.bias": "replicated",
-            "mlp.c_fc.weight": "column",
-            "mlp.c_proj.weight": "row",
-        }.items()
-    )
-    assert found["all_reduce_per_token"]["forward"] == {"count": 3, "bytes": 3 * 8 * 4}
-
-
 def test_plan_of_experts_counts_their_all_reduce_once(tmp_path: Path) -> None:
     config = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
     config["tie_word_embeddings"] = True
@@ -592,17 +506,6 @@ def test_saved_plan_is_the_same_plan(model: Path, tp4: Path, tmp_path: Path) -> 
     assert sums(tmp_path / "merged") == sums(renamed)
 
 
-def test_a_rule_of_a_user_that_covers_nothing_is_refused(model: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    ok("plan", model, "--save", mine)
-    rule = '"model.layers.{layer}.mlp.gate.weight" = "ff hidden"'
-    mine.write_text(mine.read_text().replace("[tensors]\n", f"[tensors]\n{rule}\n"))
-    assert "covers no tensor" in refused("split", model, tmp_path / "out", "--tp", "2", "--plan", mine)
-    assert "does not exist" in refused("split", model, tmp_path / "out", "--tp", "2", "--plan", tmp_path / "no.toml")
-    mine.write_text("nonsense")
-    assert "mine.toml" in refused("plan", model, "--plan", mine)
-
-
 # ------------------------------------------------------------------------------------------------------------- inspect
 
 
@@ -622,31 +525,6 @@ def test_inspect_full_split_rank_and_file(model: Path, tp4: Path) -> None:
     assert document("inspect", model / "model-00001-of-00002.safetensors")["kind"] == "one file"
     here = document("inspect", ".", cwd=tp4)
     assert here == split | {"path": "."}
-
-
-def test_inspect_says_what_is_missing(model: Path, tp4: Path, tmp_path: Path) -> None:
-    lost = shutil.copytree(tp4, tmp_path / "lost")
-    shutil.rmtree(lost / "rank-01-of-04")
-    found = run("inspect", lost)
-    assert found.returncode == 1
-    assert re.search(r"missing +1\n", found.stdout)
-    (lost / "reshard.json").unlink()
-    assert document("inspect", lost)["ranks_missing"] == [1]
-    no_manifest = shutil.copytree(tp4, tmp_path / "no_manifest")
-    (no_manifest / "reshard.json").unlink()
-    rebuilt = document("inspect", no_manifest)
-    assert rebuilt["complete"] is True
-    assert rebuilt["parameters"] == document("inspect", model)["parameters"]
-    part = shutil.copytree(model, tmp_path / "part")
-    (part / "model-00002-of-00002.safetensors").unlink()
-    found = run("inspect", part)
-    assert found.returncode == 1
-    assert "model-00002-of-00002.safetensors" in found.stdout
-    cut = shutil.copytree(model, tmp_path / "cut")
-    with (cut / "model-00001-of-00002.safetensors").open("r+b") as file:
-        file.truncate(5000)
-    assert run("inspect", cut).returncode == 1
-    assert run("inspect", cut / "model-00001-of-00002.safetensors").returncode == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- the Hub

@@ -14,7 +14,7 @@ from reshard.cli.commands import COMMANDS, cli
 from reshard.cli.options import Command, Group, Option
 from reshard.tiny_model import write_model
 from tests.marks import thorough
-from tests.support import command
+from tests.support import command, ok
 
 ELSEWHERE = ("meta-llama/", "s3://")
 """What an example names that is not on this machine."""
@@ -54,8 +54,7 @@ def run_examples(name: str, folder: Path) -> None:
         if any(argument.startswith(ELSEWHERE) for argument in arguments):
             parse(name, arguments)
             continue
-        done = command(word, *arguments, *SHORTER.get(name, ()), cwd=folder)
-        assert done.returncode == 0, (line, done.stderr)
+        ok(word, *arguments, *SHORTER.get(name, ()), cwd=folder)
 
 
 OF_RANKS = {"profile", "verify"}

@@ -17,7 +17,7 @@ from reshard.cli.commands import COMMANDS, cli
 from reshard.formats.files.safetensors import CASTS
 from reshard.formats.hints import FLAGS, FUNCTIONS, OTHERS, SYNONYMS, VALUED, in_python
 from reshard.formats.notation.format_file import adapter_format_names, format_names, names_to_write
-from tests.support import command, write_checkpoint
+from tests.support import command, command_named, write_checkpoint
 
 
 class _Shell(ShellComplete):
@@ -36,9 +36,7 @@ FREE = {"--revision", "--token", "--dtype", "--compute-dtype", "--device", "--pr
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_shell_completes_whatever_a_command_takes(name: str) -> None:
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
-    for param in found.params:
+    for param in command_named(name).params:
         is_text = param.type.name == "text" and not getattr(param, "is_flag", False)
         assert not is_text or FREE.intersection(param.opts), f"{name} {param.name}: a shell completes nothing"
 
@@ -128,8 +126,7 @@ def test_all_formats_are_known_but_what_no_program_loads(tmp_path: Path) -> None
 @pytest.mark.parametrize("word", SYNONYMS)
 def test_what_a_synonym_means_is_there(word: str) -> None:
     """Each entry of the table names a command, an option or a format that exists."""
-    commands = [command for name in COMMANDS if (command := cli.get_command(click.Context(cli), name)) is not None]
-    options = {option for each in commands for param in each.params for option in param.opts}
+    options = {option for name in COMMANDS for param in command_named(name).params for option in param.opts}
     assert SYNONYMS[word] in {*COMMANDS, *options, *names_to_write(), *CASTS}
     assert word not in {*COMMANDS, *names_to_write()}
 
@@ -170,7 +167,6 @@ def test_exchanged_arguments_of_verify_are_compared_and_said_to_be(tmp_path: Pat
 
 
 ROOT = Path(__file__).parents[1]
-OF_NO_FUNCTION = {"live", "demo", "formats", "models"}
 
 
 def texts() -> Iterator[str]:
@@ -215,10 +211,8 @@ VALUES = {"float32", "fp32", "published", "cpu", "huggingface", "peft", "vllm", 
 def test_the_words_of_python_are_those_of_the_options() -> None:
     """Each option that is an argument of a function with the same name is in the table, and as what it is."""
     for name in FUNCTIONS:
-        found = cli.get_command(click.Context(cli), name)
         fields = inspect.signature(getattr(reshard, name)).parameters
-        assert found is not None
-        for param in found.params:
+        for param in command_named(name).params:
             option = max(param.opts, key=len).removeprefix("--")
             if not isinstance(param, click.Option) or param.name not in fields or option == "progress":
                 continue

@@ -26,13 +26,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from reshard.cli.commands import cli
 from reshard.tiny_model import CONFIG, write_model
 from tests.marks import of_ranks, thorough
 from tests.programs import test_trainers as trainers
 from tests.stores.hub_server import HubServer
 from tests.stores.store_server import StoreServer
-from tests.support import command
+from tests.support import command, command_named, ok
 from tests.test_cli import in_one_process
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
@@ -79,8 +78,7 @@ def test_every_option_is_there(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name, value in ONE_PROCESS.items():
         monkeypatch.setenv(name, value)
     for arguments in commands(page):
-        found = cli.get_command(click.Context(cli), arguments[0])
-        assert found is not None, arguments
+        found = command_named(arguments[0])
         with click.Context(found, info_name=arguments[0]) as context:
             found.parse_args(context, arguments[1:])
 
@@ -148,8 +146,7 @@ def test_a_run_of_each_trainer_goes_to_vllm(run: str, tmp_path: Path) -> None:
     first = next(blocks(TRAINING, "sh")).replace("--tp 8", "--tp 2").splitlines()
     for line in first[:3]:
         arguments = shlex.split(line, comments=True)[1:]
-        done = command(*(given.get(word, word) for word in arguments), cwd=tmp_path)
-        assert done.returncode == 0, (line, done.stderr)
+        done = ok(*(given.get(word, word) for word in arguments), cwd=tmp_path)
     assert done.stdout.startswith("SAME: ")
     for path in given.values():
         shutil.rmtree(path)

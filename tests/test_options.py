@@ -15,7 +15,7 @@ from reshard.formats.files.safetensors import read_header
 from reshard.formats.notation.format_file import all_formats, format_of
 from reshard.text import shorten
 from tests.marks import one_of_each, thorough
-from tests.support import LLAMA, command, contents, write_checkpoint
+from tests.support import LLAMA, command, command_named, contents, write_checkpoint
 
 CONFIG = LLAMA | {"intermediate_size": 44, "vocab_size": 38, "hidden_size": 24}
 """An MLP that does not divide by 8, and a vocabulary that does not divide by 4."""
@@ -65,14 +65,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _command(name: str) -> click.Command:
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
-    return found
-
-
 def options_of(name: str) -> Iterator[str]:
-    for param in _command(name).params:
+    for param in command_named(name).params:
         option = max(param.opts, key=len)
         if isinstance(param, click.Option) and option not in NO_RESULT:
             assert param.is_flag or option in VALUES, f"{name} {option} is new: say what it is given here"
@@ -96,7 +90,7 @@ def _without_times(data: bytes) -> bytes:
 
 def ignored(made: Path, tmp_path: Path, name: str, line: list[str]) -> set[str]:
     """The options with which a command line does just what it does without. What may fork workers forks none."""
-    if any("--workers" in param.opts for param in _command(name).params):
+    if any("--workers" in param.opts for param in command_named(name).params):
         line = [*line, "--workers", "1"]
     plain, found = outcome(made, tmp_path / "plain", line), set()
     assert plain[0] == 0, plain[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,15 +166,6 @@ def test_command(tmp_path: Path) -> None:
         assert "--report goes with" in command("plan", source, *arguments).stderr
     missing = tmp_path / "none" / "plan.html"
     assert "there is no folder" in command("plan", source, "--tp", "2", "--report", missing).stderr
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = browser.find()
-    if program is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("name", CASES)

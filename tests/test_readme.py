@@ -331,12 +331,7 @@ DEMO = {
     "split": ["split model out --tp 4", "split model other --tp 4 --moves", "split out engine --tp 2 --as vllm"],
     "merge": ["merge out merged"],
     "average": ["average model out mean"],
-    "plan": [
-        "plan model",
-        "plan model --tp 8",
-        "plan model --tp 2 --as vllm",
-        "plan model --tp-plan",
-    ],
+    "plan": ["plan model", "plan model --tp 8", "plan model --tp 2 --as vllm", "plan model --tp-plan"],
     "live": ["live plan model --from fsdp2:2 --to vllm:tp2"],
     "diff": ["diff model out --out delta"],
     "patch": ["patch model delta patched"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.commands import COMMANDS
 from reshard.cli.printing import print_traceback
 from reshard.commands.diff import DiffRequest
 from reshard.commands.inspect import InspectRequest
@@ -23,7 +23,7 @@ from reshard.store.hub import _Request
 from reshard.verify.command import VerifyRequest
 from tests.marks import thorough
 from tests.stores.store_server import StoreServer, status, upload
-from tests.support import command, write_checkpoint
+from tests.support import command, command_named, write_checkpoint
 
 SECRET = "hunter2"
 URLS = (
@@ -70,8 +70,7 @@ FLAGS = ("--debug", "--json")
 
 def lines_of(name: str, url: str, checkpoint: Path, out: Path) -> Iterator[list[str | Path]]:
     """The command with the URL in the place of each argument and of each option that takes a text or a path."""
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
+    found = command_named(name)
     arguments = [param for param in found.params if isinstance(param, click.Argument)]
     usual: dict[str | None, Path] = {param.name: checkpoint for param in arguments} | {"out": out, "folder": out}
     more = [name, *REQUIRED.get(name, ()), *(flag for flag in FLAGS if any(flag in of.opts for of in found.params))]

@@ -39,10 +39,7 @@ def test_an_output_is_made_without_a_stream(line: str, redirected: str, made: Pa
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert shell(line.format(tmp_path / "plain"), made).returncode == 0
-    assert {**contents(tmp_path / "out"), "reshard.json": b""} == {
-        **contents(tmp_path / "plain"),
-        "reshard.json": b"",
-    }
+    assert {**contents(tmp_path / "out"), "reshard.json": b""} == {**contents(tmp_path / "plain"), "reshard.json": b""}
 
 
 @pytest.mark.parametrize("line", ["split model {} --tp 2", "split model {} --tp 2 --json", "merge shards {} -q"])

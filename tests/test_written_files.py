@@ -9,10 +9,10 @@ import click
 import pytest
 
 import reshard
-from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.commands import COMMANDS
 from reshard.cli.options import NewFile, NewFolder
 from reshard.formats.errors import ReshardError
-from tests.support import command, contents, write_checkpoint
+from tests.support import command, command_named, contents, write_checkpoint
 
 READ = {"source", "base", "original", "shards", "a", "b", "delta", "plan_file", "config", "adapter", "patch", "into",
         "sources", "cache_dir", "python", "engine_python", "loader"}  # fmt: skip
@@ -26,9 +26,7 @@ VERBS = {"live": ["plan"]}
 
 def _written() -> Iterator[tuple[str, click.Parameter]]:
     for name in COMMANDS:
-        found = cli.get_command(click.Context(cli), name)
-        assert found is not None
-        for param in found.params:
+        for param in command_named(name).params:
             if isinstance(param.type, NewFile | NewFolder) or (name, param.name) == ("demo", "folder"):
                 yield name, param
             else:

@@ -4,8 +4,9 @@ place.
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -13,7 +14,16 @@ from reshard.api import load, merge, plan, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
-from tests.support import LLAMA, change_tensor, contents, llama_tensors, write_checkpoint, write_file
+from tests.support import (
+    LLAMA,
+    change_tensor,
+    changed_json,
+    contents,
+    llama_tensors,
+    write_checkpoint,
+    write_file,
+    write_folder,
+)
 
 
 @pytest.fixture
@@ -27,25 +37,13 @@ def shards(source, tmp_path):
     return tmp_path / "shards"
 
 
-def refused(error: type[ReshardError], *words: str):
-    """A context that expects one line with all the words in it."""
-
-    class Context:
-        def __enter__(self):
-            self._raises = pytest.raises(error)
-            self._info = self._raises.__enter__()
-            return self
-
-        def __exit__(self, *exception):
-            suppressed = self._raises.__exit__(*exception)
-            if not suppressed:
-                return False
-            message = self._info.value.message
-            assert "\n" not in message
-            assert all(word in message for word in words), message
-            return suppressed
-
-    return Context()
+@contextmanager
+def refused(error: type[ReshardError], *words: str) -> Iterator[None]:
+    """Expects an error of one line with all the words in it."""
+    with pytest.raises(error) as caught:
+        yield
+    message = caught.value.message
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def rewrite(path, change):
@@ -64,9 +62,8 @@ def test_a_missing_rank(shards, tmp_path):
 
 
 def test_a_manifest_that_lists_no_weights_of_a_rank(shards, tmp_path):
-    document = json.loads((shards / "reshard.json").read_text())
-    document["ranks"][3]["files"] = [f for f in document["ranks"][3]["files"] if f["name"].endswith("config.json")]
-    (shards / "reshard.json").write_text(json.dumps(document))
+    with changed_json(shards / "reshard.json") as document:
+        document["ranks"][3]["files"] = [f for f in document["ranks"][3]["files"] if f["name"].endswith("config.json")]
     with refused(CheckpointError, "the files of rank 3 of 8 are missing"):
         merge(shards, tmp_path / "out")
 
@@ -200,19 +197,13 @@ def test_a_config_whose_numbers_do_not_divide(source, tmp_path):
 
 
 def test_a_layer_beyond_the_last(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
-    write_file(source / "model.safetensors", llama_tensors())
+    source = write_folder(tmp_path / "source", LLAMA | {"num_hidden_layers": 2}, llama_tensors())
     with refused(PlanError, "model.layers.2", "layer 2 is out of range", "2"):
         split(source, tmp_path / "out", tp=2)
 
 
 def test_a_tensor_without_a_rule(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA))
-    write_file(source / "model.safetensors", [*llama_tensors(), ("model.extra.weight", "F32", (3, 5))])
+    source = write_folder(tmp_path / "source", LLAMA, [*llama_tensors(), ("model.extra.weight", "F32", (3, 5))])
     with pytest.raises(PlanError) as error:
         split(source, tmp_path / "out", tp=2)
     assert "model.safetensors: tensor 'model.extra.weight' (F32, 3x5) has no rule" in error.value.message
@@ -235,11 +226,7 @@ def test_degrees_that_are_not_possible(source, tmp_path, tp, words):
 
 def test_a_diagonal_is_refused(tmp_path):
     """One mesh dimension over two dimensions of a tensor would leave most of it with nobody."""
-
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    write_file(source / "model.safetensors", [("a", "F32", (4, 4)), ("b", "F32", (4,))])
+    source = write_folder(tmp_path / "source", {}, [("a", "F32", (4, 4)), ("b", "F32", (4,))])
     path = tmp_path / "plan.toml"
     path.write_text('[parallel]\ntp = [["ff"]]\n[tensors]\na = "ff ff"\nb = "ff"\n')
     with refused(PlanError, "tensor 'a'", "in more than one place"):

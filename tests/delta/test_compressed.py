@@ -21,7 +21,7 @@ from reshard.formats.files.compressed import OVERWRITE, XOR, Changes, Frame
 from reshard.formats.files.safetensors import build_header, read_header
 from tests import store, zoo
 from tests.delta.test_patch import EMBED, NORM, ONE, signed, tuned
-from tests.support import LLAMA, command, contents, write_checkpoint
+from tests.support import LLAMA, changed_json, command, contents, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +184,8 @@ def rewritten(delta: Path, folder: Path, frames: dict[str, bytes], **settings: s
     kept = {n: frames.get(n, content[i.offset : i.offset + i.nbytes]) for n, i in header.tensors.items()}
     entries = [(name, "U8", (len(data),)) for name, data in kept.items()]
     file.write_bytes(build_header(entries, header.metadata) + b"".join(kept.values()))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["metadata"] |= settings
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with changed_json(folder / "model.safetensors.index.json") as index:
+        index["metadata"] |= settings
     return folder
 
 

@@ -26,7 +26,7 @@ from reshard.transforms.tensors import ComputedFile
 from reshard.verify.api import verify
 from tests import peft_adapters, store
 from tests.marks import examples, one_of_each
-from tests.support import LLAMA, change_tensor, command, contents, write_checkpoint, write_tied_twice
+from tests.support import LLAMA, change_tensor, command, contents, weights_of, write_checkpoint, write_tied_twice
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 ONE = {"workers": 1, "fsync": False}
@@ -171,10 +171,7 @@ def rewritten(delta: Path, folder: Path, tensors: dict[str, tuple[str, np.ndarra
 
 def sparse(indices: list[int], values: int = 2, wide: str = "I32", dtype: str = "BF16") -> dict:
     places = np.array(indices, {"I32": "<i4", "I64": "<i8"}[wide])
-    return {
-        f"{EMBED}.delta_indices": (wide, places),
-        f"{EMBED}.delta_values": (dtype, np.ones(values, "<u2")),
-    }
+    return {f"{EMBED}.delta_indices": (wide, places), f"{EMBED}.delta_values": (dtype, np.ones(values, "<u2"))}
 
 
 @pytest.mark.parametrize(
@@ -313,7 +310,7 @@ def test_a_base_in_any_form(base: Path, delta: Path, tmp_path: Path, form: str) 
     source = tmp_path / "source"
     if form == "bin":
         shutil.copytree(base, source, ignore=shutil.ignore_patterns("model*"))
-        whole = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+        whole = weights_of(base)
         torch.save(whole, source / "pytorch_model.bin")
     else:
         split(base, source, **FORMS[form], **ONE)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from reshard.api import diff, split
 from tests import peft_adapters
 from tests.marks import one_of_each
-from tests.support import changed_tensors, command
+from tests.support import changed_tensors, command, ok
 from tests.verify.test_spellings import SPELLINGS, spelled
 
 OF_MODULES = "of modules"
@@ -47,10 +47,8 @@ def test_a_delta_is_put_on_a_base_in_another_spelling(
     stated = json.loads((tmp_path / "delta" / "delta.json").read_text())
     assert stated.get("names") == ("modules" if b == OF_MODULES or b.startswith("wrapped") else None)
     assert not [name for name, change in stated["tensors"].items() if change["how"] in ("gone", "whole")]
-    done = command("patch", spelled("qwen3_moe", base, tmp_path / "base"), tmp_path / "delta", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    done = command("diff", other, tmp_path / "out")
-    assert done.returncode == 0 and done.stdout.startswith("SAME"), done.stdout
+    ok("patch", spelled("qwen3_moe", base, tmp_path / "base"), tmp_path / "delta", tmp_path / "out")
+    assert ok("diff", other, tmp_path / "out").stdout.startswith("SAME")
     if b in ("published", OF_MODULES, "without the root"):
         theirs, ours = (load_file(folder / "model.safetensors").keys() for folder in (other, tmp_path / "out"))
         assert ours == theirs

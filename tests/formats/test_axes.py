@@ -456,10 +456,7 @@ def test_axes_that_enclose_others(text, enclosing):
     assert {axis for axis in dim.axes if encloses(dim, axis)} == enclosing
 
 
-@given(
-    st.dictionaries(st.integers(0, 4), st.sets(st.integers(0, 11))),
-    st.sets(st.integers(0, 12)),
-)
+@given(st.dictionaries(st.integers(0, 4), st.sets(st.integers(0, 11))), st.sets(st.integers(0, 12)))
 def test_segments_have_the_same_holders_throughout(held: dict[int, set[int]], ends: set[int]) -> None:
     runs = {holder: [Run(index, 1) for index in sorted(of)] for holder, of in held.items()}
     parts = [*segments({holder: [*merge_runs(of)] for holder, of in runs.items()}, ends)]

@@ -18,13 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from reshard.formats.errors import ReshardError
 from reshard.formats.files.chunks import Chunk
-from reshard.formats.files.dcp import (
-    METADATA,
-    Blob,
-    build_metadata,
-    object_bytes,
-    read_distributed,
-)
+from reshard.formats.files.dcp import METADATA, Blob, build_metadata, object_bytes, read_distributed
 from reshard.formats.files.layout import Crc
 from reshard.formats.files.torch_archive import build_chunks
 from tests.formats.test_torch_archive import DTYPES, bytes_of, random_tensor

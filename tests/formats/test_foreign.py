@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from reshard.api import inspect, plan, split
 from reshard.formats.errors import CheckpointError, PlanError
 from reshard.formats.files.checkpoint import refuse_foreign
-from tests.support import LLAMA, write_checkpoint, write_file
+from tests.support import LLAMA, write_checkpoint, write_folder
 
 
 def folder(path: Path, *names: str) -> Path:
@@ -91,10 +90,8 @@ def test_a_part_of_a_diffusers_pipeline(tmp_path: Path) -> None:
 def test_a_method_that_is_not_known_is_named(tmp_path: Path, settings: dict, tensor: tuple, method: str) -> None:
     """To be advised to write a line of numbers would be wrong: each rank would have the whole of a part of a weight."""
     name, dtype, shape = tensor
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA | settings))
-    write_file(source / "model.safetensors", [(f"model.layers.0.self_attn.q_proj.{name}", dtype, shape)])
+    tensors = [(f"model.layers.0.self_attn.q_proj.{name}", dtype, shape)]
+    source = write_folder(tmp_path / "source", LLAMA | settings, tensors)
     with pytest.raises(PlanError) as error:
         plan(source)
     said = f"{error.value.message} {error.value.hint}"
@@ -103,10 +100,8 @@ def test_a_method_that_is_not_known_is_named(tmp_path: Path, settings: dict, ten
 
 
 def test_what_stands_beside_a_weight_is_not_advised_to_be_whole(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(LLAMA))
-    write_file(source / "model.safetensors", [("model.layers.0.self_attn.q_proj.unheard", "F32", (48, 1))])
+    tensors = [("model.layers.0.self_attn.q_proj.unheard", "F32", (48, 1))]
+    source = write_folder(tmp_path / "source", LLAMA, tensors)
     with pytest.raises(PlanError) as error:
         plan(source)
     assert (

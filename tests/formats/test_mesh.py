@@ -20,12 +20,7 @@ def test_dimensions_are_those_along_which_ranks_differ() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "along", "peers"),
-    [
-        (4, {"tp"}, (3, 4, 5)),
-        (4, {"ep"}, (1, 4)),
-        (4, {"ep", "tp"}, (0, 1, 2, 3, 4, 5)),
-        (4, set(), (4,)),
-    ],
+    [(4, {"tp"}, (3, 4, 5)), (4, {"ep"}, (1, 4)), (4, {"ep", "tp"}, (0, 1, 2, 3, 4, 5)), (4, set(), (4,))],
 )
 def test_peers_differ_along_these_dimensions_alone(rank: int, along: set[str], peers: tuple[int, ...]) -> None:
     assert PLANE.peers(rank, along) == peers
@@ -49,10 +44,7 @@ def test_what_varies_along_which_dimension(held: str, along: set[str]) -> None:
     [
         (PLANE, "ep 2 x tp 3"),
         (SAME, "tp 4 = ep 4"),
-        (
-            Mesh((("tp", 8),), uneven=(("ff", 32), ("moe", 1))),
-            "tp 8 with ff in units of 32 and moe in units of 1",
-        ),
+        (Mesh((("tp", 8),), uneven=(("ff", 32), ("moe", 1))), "tp 8 with ff in units of 32 and moe in units of 1"),
     ],
 )
 def test_a_mesh_and_its_document(mesh: Mesh, text: str) -> None:

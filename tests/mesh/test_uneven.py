@@ -82,8 +82,7 @@ def test_gpt_oss_goes_to_eight_ranks_in_whole_blocks(mxfp4, tmp_path):
 
 # experts by name are columns and rows, each of its own
 @pytest.mark.parametrize(
-    "name, packing",
-    one_of_each([case for case in CASES if case.values[1] != PACKINGS[2]], lambda case: case[1]),
+    "name, packing", one_of_each([case for case in CASES if case.values[1] != PACKINGS[2]], lambda case: case[1])
 )
 def test_uneven_shards_mean_their_part_of_the_model(name, packing, tmp_path):
     """Of every method: 15 blocks are 8 + 7 and 7 x 2 + 1. Only what cuts no block may be even. The bytes at the most

@@ -68,8 +68,7 @@ def test_mtp_layers_apart_are_split_merged_and_compared(case: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("case", "hole"),
-    [("deepseek", "o_proj"), ("deepseek", "experts.1."), ("nextn", "o_proj"), ("mimo", "up_proj")],
+    ("case", "hole"), [("deepseek", "o_proj"), ("deepseek", "experts.1."), ("nextn", "o_proj"), ("mimo", "up_proj")]
 )
 def test_a_hole_in_a_draft_is_seen(case: str, hole: str, tmp_path: Path) -> None:
     name, kept, settings = CASES[case]

@@ -21,7 +21,7 @@ from reshard.formats.wrappers import WRAPPERS, without_wrappers
 from reshard.model.naming import Naming, name_all
 from tests import store, zoo
 from tests.marks import examples, one_of_each
-from tests.support import command
+from tests.support import command, ok, refused
 
 NAMES = [
     "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
@@ -224,8 +224,7 @@ def test_the_container_does_not_matter(container: str, spell: str, tmp_path: Pat
     if container == "dcp":
         tensors |= {"rng": torch.zeros(3), "step": torch.tensor(3)}
     run, options = saved(container, tmp_path / "run", tensors, model)
-    done = command("split", run, tmp_path / "out", "--tp", "2", *options)
-    assert done.returncode == 0, done.stderr
+    ok("split", run, tmp_path / "out", "--tp", "2", *options)
     assert command("merge", tmp_path / "out", tmp_path / "merged").returncode == 0
     if container == "safetensors":  # its own files again
         again = (tmp_path / "merged" / "model.safetensors").read_bytes()
@@ -256,23 +255,20 @@ def test_one_of_two_models_is_chosen(container: str, tmp_path: Path) -> None:
     ids = []
     for place, weights in enumerate(("actor", "ref.")):
         out = tmp_path / f"out{place}"
-        done = command("split", run, out, "--tp", "2", "--weights", weights, *options)
-        assert done.returncode == 0, done.stderr
+        ok("split", run, out, "--tp", "2", "--weights", weights, *options)
         ids.append(json.loads((out / "reshard.json").read_text())["source"]["id"])
         assert command("merge", out, tmp_path / f"merged{place}").returncode == 0
         merged = load_file(tmp_path / f"merged{place}" / "model.safetensors")
         assert all(torch.equal(merged[name], plain[name] + place) for name in plain)
     assert ids[0] != ids[1], "a run that stopped would be gone on with for the other model"
-    done = command("merge", run, tmp_path / "no", "--weights", "critic", *options)
-    assert done.returncode == 2 and "no tensors of this model are below 'critic.'" in done.stderr
-    done = command("split", tmp_path / "out0", tmp_path / "no", "--tp", "4", "--weights", "actor")
-    assert done.returncode == 2 and "has one model" in done.stderr
+    assert "no tensors of this model are below 'critic.'" in refused(
+        "merge", run, tmp_path / "no", "--weights", "critic", *options
+    )
+    assert "has one model" in refused("split", tmp_path / "out0", tmp_path / "no", "--tp", "4", "--weights", "actor")
     for a, b in ((run, tmp_path / "out0"), (tmp_path / "out0", run), (run, model)):
-        done = command("diff", a, b, "--weights", "actor", *options)
-        assert done.returncode == 0 and done.stdout.startswith("SAME"), done.stdout + done.stderr
+        assert ok("diff", a, b, "--weights", "actor", *options).stdout.startswith("SAME")
     assert command("diff", run, model, "--weights", "ref", *options).returncode == 1
-    done = command("diff", tmp_path / "out0", model, "--weights", "ref")
-    assert done.returncode == 2 and "no tensors of this model are below 'ref.'" in done.stderr
+    assert "no tensors of this model are below 'ref.'" in refused("diff", tmp_path / "out0", model, "--weights", "ref")
 
 
 @pytest.mark.parametrize("name", one_of_each(["qwen3_moe", "mixtral", "glm4_moe", "olmoe"], lambda name: True))
@@ -283,16 +279,14 @@ def test_experts_in_one_tensor_as_the_modules_of_transformers_have_them(name: st
     published, ours = (load_file(at / "model.safetensors") for at in (model, tmp_path / "modules"))
     assert published.keys() != ours.keys()
     for source, out in ((model, "direct"), (tmp_path / "modules", "out")):
-        done = command("split", source, tmp_path / out, "--tp", "2", "--as", "vllm")
-        assert done.returncode == 0, done.stderr
+        ok("split", source, tmp_path / out, "--tp", "2", "--as", "vllm")
     for file in (tmp_path / "direct").glob("*.safetensors"):
         one, other = load_file(file), load_file(tmp_path / "out" / file.name)
         assert one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
     assert command("merge", tmp_path / "modules", tmp_path / "merged", "--names", "published").returncode == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == published.keys() and all(torch.equal(merged[each], published[each]) for each in merged)
-    done = command("diff", model, tmp_path / "modules")
-    assert done.returncode == 0 and done.stdout.startswith("SAME"), done.stdout + done.stderr
+    assert ok("diff", model, tmp_path / "modules").stdout.startswith("SAME")
     ours.pop(next(each for each in ours if "experts.down_proj" in each))
     save_file(ours, tmp_path / "modules" / "model.safetensors", {"format": "pt"})
     done = command("split", tmp_path / "modules", tmp_path / "no", "--tp", "2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from reshard.model.model import FullTensor
 from reshard.source.opening import open_source
 from tests import remote
 from tests.published import PUBLISHED, full_tensors
-from tests.support import changed_tensors
+from tests.support import changed_json, changed_tensors
 from tests.test_cli import ok, run
 
 
@@ -84,9 +83,8 @@ def test_blocks_that_begin_anew():
 def unquantized(tmp_path: Path) -> Path:
     """A MiMo without scales, so that nothing tells how q, k and v lie."""
     folder = remote.save("mimo_v2", tmp_path / "source")
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed_json(folder / "config.json") as config:
+        del config["quantization_config"]
     with changed_tensors(folder / "model.safetensors") as tensors:
         for name in [name for name in tensors if "scale" in name]:
             del tensors[name]

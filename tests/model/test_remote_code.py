@@ -70,10 +70,7 @@ def test_every_route_gives_the_same_bytes(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    one_of_each(
-        [name for name, entry in remote.REMOTE.items() if entry.parts],
-        lambda name: remote.REMOTE[name].file,
-    ),
+    one_of_each([name for name, entry in remote.REMOTE.items() if entry.parts], lambda name: remote.REMOTE[name].file),
 )
 def test_packed_tensors_are_taken_apart_as_the_model_does(name, tmp_path):
     split(saved(name), tmp_path / "tp2", tp=2)

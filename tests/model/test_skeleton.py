@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import one_of_each
-from tests.support import command
+from tests.support import command, refused
 from tests.zoo import save
 
 
@@ -34,5 +34,4 @@ def test_of_a_quantized_model_the_weights_are_needed(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     quantized = config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     (tmp_path / "alone/config.json").write_text(json.dumps(quantized))
-    done = command("plan", "alone", cwd=tmp_path)
-    assert done.returncode == 2 and "no weights" in done.stderr
+    assert "no weights" in refused("plan", "alone", cwd=tmp_path)

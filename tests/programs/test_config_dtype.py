@@ -17,7 +17,7 @@ from reshard.formats.documents import json_bytes
 from reshard.formats.files.safetensors import TensorInfo, read_header
 from reshard.model.config_dtype import dtype_of, with_dtype
 from tests import store
-from tests.support import command
+from tests.support import command, ok
 
 
 def _config(folder: Path, original: Path, **changes: Any) -> Path:
@@ -42,8 +42,7 @@ def test_the_config_of_a_run_in_float32_says_float32(form: str, key: str, tmp_pa
     original = store.checkpoint("qwen3")
     run = _run(tmp_path / "run", original, form)
     given = _config(tmp_path / "given", original, **{"dtype": None, key: "bfloat16"})
-    done = command("merge", run, tmp_path / "merged", "--config", given)
-    assert done.returncode == 0, done
+    done = ok("merge", run, tmp_path / "merged", "--config", given)
     assert "onfig.json says float32, as the weights are; the one that was given says bfloat16" in done.stdout
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config == json.loads((given / "config.json").read_text()) | {key: "float32"}
@@ -73,8 +72,7 @@ def test_what_agrees_is_kept_byte_for_byte(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", original, "dcp")
     for number, changes in enumerate(({"dtype": "float32"}, {"dtype": None})):
         given = _config(tmp_path / f"given{number}", original, **changes)
-        done = command("merge", run, tmp_path / f"merged{number}", "--config", given)
-        assert done.returncode == 0 and "as the weights are" not in done.stdout
+        assert "as the weights are" not in ok("merge", run, tmp_path / f"merged{number}", "--config", given).stdout
         copied = (tmp_path / f"merged{number}" / "config.json").read_bytes()
         assert copied == (given / "config.json").read_bytes()
     shutil.copy(_config(tmp_path / "beside", original, dtype="bfloat16") / "config.json", run)  # it is the run's own
@@ -86,8 +84,7 @@ def test_a_split_for_a_program_has_the_dtype_too(tmp_path: Path) -> None:
     original = store.checkpoint("qwen3", "bfloat16")
     run = _run(tmp_path / "run", original, "dcp")
     given = _config(tmp_path / "given", original, dtype="float32")
-    done = command("split", run, tmp_path / "out", "--tp", "2", "--as", "vllm", "--config", given, "--json")
-    assert done.returncode == 0, done
+    done = ok("split", run, tmp_path / "out", "--tp", "2", "--as", "vllm", "--config", given, "--json")
     assert json.loads(done.stdout)["note"] == (
         "the config.json says bfloat16, as the weights are; the one that was given says float32"
     )

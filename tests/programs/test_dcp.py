@@ -31,7 +31,7 @@ from tests.marks import of_ranks, one_of_each
 from tests.programs.oracles import ORACLES, checkpoint, module
 from tests.routes import SOURCES
 from tests.stores.store_server import StoreServer
-from tests.support import change_json, command, contents, write_checkpoint
+from tests.support import bytes_of, change_json, command, contents, ok, weights_of, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -43,19 +43,9 @@ def recorded(case: str, folder: Path) -> Path:
     return folder
 
 
-def raw(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a checkpoint: its dtype, shape and bytes."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        content = file.read_bytes()
-        for name, info in read_header(file).tensors.items():
-            found[name] = (info.dtype, info.shape, content[info.offset : info.offset + info.nbytes])
-    return found
-
-
 def loaded(folder: Path, like: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """What torch loads of a folder, for the tensors of a checkpoint."""
-    whole = {name: each for file in sorted(like.glob("*.safetensors")) for name, each in load_file(file).items()}
+    whole = weights_of(like)
     state: dict[str, Any] = {prefix + name: torch.zeros_like(each) for name, each in whole.items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return {name.removeprefix(prefix): each for name, each in state.items()}
@@ -71,9 +61,8 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 @pytest.mark.parametrize("case", ["fsdp_adam", "fsdp_tp"])
 def test_what_torch_wrote_on_several_ranks_is_merged(case: str, tmp_path: Path) -> None:
     folder = recorded(case, tmp_path)
-    done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf")
-    assert done.returncode == 0, done.stderr
-    assert raw(tmp_path / "merged") == raw(folder / "hf")
+    done = ok("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf")
+    assert bytes_of(tmp_path / "merged") == bytes_of(folder / "hf")
     assert (tmp_path / "merged" / "config.json").read_bytes() == (folder / "hf" / "config.json").read_bytes()
     said = "Left behind: optim, rng, step, which the output has no place for."
     assert (said in done.stdout) == (case == "fsdp_adam")
@@ -83,7 +72,7 @@ def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
     folder = recorded("fsdp_adam", tmp_path)
     done = command("merge", folder / "dcp", tmp_path / "merged", "--config", folder / "hf", "--json")
     assert json.loads(done.stdout)["left_behind"] == ["optim", "rng", "step"]
-    names = {*raw(folder / "hf")}
+    names = {*bytes_of(folder / "hf")}
     parts = parts_of(read_distributed(folder / "dcp"), {name: name for name in names}.get, lambda name: False)
     assert {*parts.states} == {Affix("optim.state.", ".exp_avg"), Affix("optim.state.", ".exp_avg_sq")}
     moments = parts.states[Affix("optim.state.", ".exp_avg")]
@@ -94,19 +83,17 @@ def test_what_is_left_behind_is_named(tmp_path: Path) -> None:
 
 def test_a_step_from_training_to_an_engine(tmp_path: Path) -> None:
     folder = recorded("fsdp_tp", tmp_path)
-    done = command("split", folder / "dcp", tmp_path / "vllm", "--tp", "2", "--as", "vllm", "--config", folder / "hf")
-    assert done.returncode == 0, done.stderr
+    ok("split", folder / "dcp", tmp_path / "vllm", "--tp", "2", "--as", "vllm", "--config", folder / "hf")
     split(folder / "hf", tmp_path / "direct", tp=2, format="vllm")
     for file in (tmp_path / "direct").glob("*.safetensors"):
         assert read_header(tmp_path / "vllm" / file.name).tensors.keys() == read_header(file).tensors.keys()
-    assert raw(tmp_path / "vllm") == raw(tmp_path / "direct")
+    assert bytes_of(tmp_path / "vllm") == bytes_of(tmp_path / "direct")
 
 
 def test_to_hugging_face(tmp_path: Path) -> None:
     folder = recorded("fsdp_tp", tmp_path)
-    done = command("split", folder / "dcp", tmp_path / "hf2", "--as", "huggingface", "--config", folder / "hf")
-    assert done.returncode == 0, done.stderr
-    assert raw(tmp_path / "hf2") == raw(folder / "hf")
+    ok("split", folder / "dcp", tmp_path / "hf2", "--as", "huggingface", "--config", folder / "hf")
+    assert bytes_of(tmp_path / "hf2") == bytes_of(folder / "hf")
     done = command("split", folder / "dcp", tmp_path / "hf3", "--as", "huggingface", "--tp", "2")
     assert "'huggingface': it is one full checkpoint" in done.stderr
 
@@ -135,12 +122,11 @@ def test_keys_of_trainers(prefix: str, wrapper: str, tmp_path: Path) -> None:
     state |= {"optim.step": torch.tensor(3.0), "scheduler": {"last": 1}, "global_step": 3}
     folder = save(tmp_path / "dcp", state, threads=2)
     merge_with_config(folder, tmp_path / "merged", original)
-    assert raw(tmp_path / "merged") == raw(original)
+    assert bytes_of(tmp_path / "merged") == bytes_of(original)
 
 
 def merge_with_config(folder: Path, out: Path, config: Path) -> None:
-    done = command("merge", folder, out, "--config", config)
-    assert done.returncode == 0, done.stderr
+    ok("merge", folder, out, "--config", config)
 
 
 def test_what_another_format_would_call_a_tensor_is_no_second_reading(tmp_path: Path) -> None:
@@ -148,8 +134,7 @@ def test_what_another_format_would_call_a_tensor_is_no_second_reading(tmp_path: 
     original = write_checkpoint(tmp_path / "original")
     state: dict[str, Any] = load_file(original / "model.safetensors")
     folder = save(tmp_path / "dcp", state | {"probe.output.weight": torch.ones(2)})
-    done = command("merge", folder, tmp_path / "merged", "--config", original)
-    assert done.returncode == 0 and "probe" in done.stdout, done.stderr
+    assert "probe" in ok("merge", folder, tmp_path / "merged", "--config", original).stdout
     assert contents(tmp_path / "merged")["model.safetensors"] == (original / "model.safetensors").read_bytes()
 
 
@@ -225,8 +210,7 @@ def same(one: Any, other: Any) -> bool:
 def test_states_of_training_are_re_sharded_with_the_model(tp: int, tmp_path: Path) -> None:
     folder = recorded("fsdp_adam", tmp_path)
     words = ("split", folder / "dcp", tmp_path / "out", "--as", "dcp", "--tp", str(tp), "--config", folder / "hf")
-    done = command(*words)
-    assert done.returncode == 0, done.stderr
+    done = ok(*words)
     assert "Left behind" not in done.stdout
     before, after = everything(folder / "dcp"), everything(tmp_path / "out")
     assert before["optim"]["param_groups"] and before["step"] == 7 and "rng" in before
@@ -243,8 +227,7 @@ def test_states_of_training_go_on_and_on(tmp_path: Path) -> None:
     """Re-sharded again, with and without a manifest; and a merge leaves them behind."""
     folder = recorded("fsdp_adam", tmp_path)
     before = everything(folder / "dcp")
-    done = command("split", folder / "dcp", tmp_path / "a", "--as", "dcp", "--tp", "2", "--config", folder / "hf")
-    assert done.returncode == 0, done.stderr
+    ok("split", folder / "dcp", tmp_path / "a", "--as", "dcp", "--tp", "2", "--config", folder / "hf")
     split(tmp_path / "a", tmp_path / "b", tp=1, format="dcp", max_shard_size=4000)
     assert same(before, everything(tmp_path / "b"))
     (tmp_path / "b" / "reshard.json").unlink()
@@ -252,7 +235,7 @@ def test_states_of_training_go_on_and_on(tmp_path: Path) -> None:
     assert same(before, everything(tmp_path / "c"))
     found = merge(tmp_path / "a", tmp_path / "merged")
     assert found.left_behind == ("optim", "rng", "step")
-    assert raw(tmp_path / "merged") == raw(folder / "hf")
+    assert bytes_of(tmp_path / "merged") == bytes_of(folder / "hf")
     ((_, info), *_) = read_distributed(tmp_path / "a").tensors["optim.state.lm_head.weight.exp_avg"].chunks
     with info.file.open("r+b") as file:
         file.seek(info.offset)
@@ -308,13 +291,13 @@ def test_another_format_leaves_the_states_behind(tmp_path: Path) -> None:
 def test_torch_loads_it_and_the_way_back_restores_every_byte(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
     original = store.checkpoint(name)
     split(original, tmp_path / "out", format="dcp", **mesh)
-    whole = {name: each for file in original.glob("*.safetensors") for name, each in load_file(file).items()}
+    whole = weights_of(original)
     assert bits(loaded(tmp_path / "out", original)) == bits(whole)
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(original)
     (tmp_path / "out" / "reshard.json").unlink()
     merge(tmp_path / "out", tmp_path / "without")
-    assert raw(tmp_path / "without") == raw(original)
+    assert bytes_of(tmp_path / "without") == bytes_of(original)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
@@ -331,18 +314,17 @@ def test_a_model_of_transformers_loads_its_own_names(name: str, tmp_path: Path) 
     assert same(state, dict(wanted))
     folder = save(tmp_path / "saved", {"model": dict(wanted), "step": 3})
     merge_with_config(folder, tmp_path / "merged", original)
-    merged, whole = raw(tmp_path / "merged"), raw(original)
+    merged, whole = bytes_of(tmp_path / "merged"), bytes_of(original)
     assert {key: merged[key] for key in whole} == whole
 
 
 def test_no_degree_is_needed_and_files_have_a_largest_size(tmp_path: Path) -> None:
     original = store.checkpoint("llama")
-    done = command("split", original, tmp_path / "out", "--as", "dcp", "--max-shard-size", "20KB")
-    assert done.returncode == 0, done.stderr
+    ok("split", original, tmp_path / "out", "--as", "dcp", "--max-shard-size", "20KB")
     files = sorted(tmp_path.glob("out/*.distcp"), key=lambda file: int(file.stem.split("_")[-1]))
     assert [file.name for file in files] == [f"__0_{i}.distcp" for i in range(len(files))]
     assert len(files) > 2
-    whole = {name: each for file in original.glob("*.safetensors") for name, each in load_file(file).items()}
+    whole = weights_of(original)
     assert bits(loaded(tmp_path / "out", original)) == bits(whole)
 
 
@@ -374,8 +356,8 @@ def test_each_element_is_written_once_at_any_mesh(tmp_path: Path) -> None:
     split(original, tmp_path / "out", tp=2, format="dcp")
     found = read_distributed(tmp_path / "out")
     written = sum(info.nbytes for whole in found.tensors.values() for _, info in whole.chunks)
-    assert written == sum(len(content) for _, _, content in raw(original).values())
-    assert {whole.shape for whole in found.tensors.values()} == {shape for _, shape, _ in raw(original).values()}
+    assert written == sum(len(content) for _, _, content in bytes_of(original).values())
+    assert {whole.shape for whole in found.tensors.values()} == {shape for _, shape, _ in bytes_of(original).values()}
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -391,10 +373,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path) -> None:
     split(store.checkpoint("llama"), tmp_path / "out", tp=2, format="dcp")
-    for name, said in [
-        (METADATA, ".metadata is missing"),
-        ("__1_0.distcp", "the files of rank 1 of 2 are missing"),
-    ]:
+    for name, said in [(METADATA, ".metadata is missing"), ("__1_0.distcp", "the files of rank 1 of 2 are missing")]:
         shutil.copytree(tmp_path / "out", tmp_path / "bad")
         (tmp_path / "bad" / name).unlink()
         with pytest.raises(CheckpointError, match=said):
@@ -438,14 +417,13 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
 
 def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     folder = recorded("fsdp_adam", tmp_path)
-    done = command("inspect", folder / "dcp")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ok("inspect", folder / "dcp")
     assert "a distributed checkpoint of PyTorch" in done.stdout
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=2, format="dcp")
     report = inspect(tmp_path / "out")
     assert report.complete and report.format == "dcp"
-    assert report.parameters == sum(math.prod(shape) for _, shape, _ in raw(original).values())
+    assert report.parameters == sum(math.prod(shape) for _, shape, _ in bytes_of(original).values())
 
 
 def test_inspect_finds_the_folder_that_megatron_names(tmp_path: Path) -> None:
@@ -460,8 +438,7 @@ def test_inspect_finds_the_folder_that_megatron_names(tmp_path: Path) -> None:
     ("form", "file"), [("dcp", "__0_0.distcp"), ("deepspeed-universal", "global_step_universal/zero/{tensor}/fp32.pt")]
 )
 def test_plan_shows_what_would_be_written(form: str, file: str) -> None:
-    done = command("plan", store.checkpoint("llama"), "--as", form)
-    assert done.returncode == 0, done.stderr
+    done = ok("plan", store.checkpoint("llama"), "--as", form)
     assert "model.norm.weight" in done.stdout and done.stdout.endswith(f"files: {file}\n")
 
 
@@ -538,7 +515,7 @@ def test_it_is_read_from_a_bucket(tmp_path: Path) -> None:
             "--cache-dir", tmp_path / "cache", **server.environment,
         )  # fmt: skip
     assert done.returncode == 0, done
-    assert raw(tmp_path / "merged") == raw(original)
+    assert bytes_of(tmp_path / "merged") == bytes_of(original)
 
 
 @pytest.mark.parametrize("form", ["dcp", "megatron", "megatron-legacy"])

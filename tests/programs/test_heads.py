@@ -15,8 +15,8 @@ from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import one_of_each
-from tests.programs.test_dcp import raw
 from tests.routes import FORMS
+from tests.support import bytes_of
 
 HEADS = {
     "score": {"score.weight": (2, None), "score.bias": (2,)},
@@ -61,6 +61,6 @@ def test_what_is_written_is_read(model: str, head: str, form: str, tmp_path: Pat
             continue
         assert inspect(out).problems == []
         merge(out, merged)
-        found, expected = raw(merged), raw(source)
+        found, expected = bytes_of(merged), bytes_of(source)
         assert found == expected or (found.keys() == expected.keys() and "universal" in form)  # its masters are F32
         assert verify_exact(open_source(source), out).verdict == "same"

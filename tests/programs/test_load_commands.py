@@ -11,7 +11,7 @@ import pytest
 from reshard.formats.mesh import mesh_of
 from reshard.formats.notation.format_file import all_formats, format_of
 from tests import store
-from tests.support import command, write_checkpoint
+from tests.support import command, ok, write_checkpoint
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 OPTIONS = {
@@ -28,8 +28,7 @@ def test_split_and_inspect_print_it(form: str, tmp_path: Path) -> None:
     config = json.loads((store.checkpoint("llama") / "config.json").read_text())
     whole = {"hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 40}
     model = write_checkpoint(tmp_path / "model", config={**config, **whole}, dtype="BF16")
-    found = command("split", model, tmp_path / "out", "--tp", "2", "--as", form)
-    assert found.returncode == 0, found
+    found = ok("split", model, tmp_path / "out", "--tp", "2", "--as", form)
     (line,) = [line for line in found.stdout.splitlines() if line.startswith("Load it: ")]
     for option in OPTIONS[form]:
         assert re.search(rf"{re.escape(option)}(?![0-9])", line), line
@@ -52,13 +51,13 @@ def test_a_name_with_a_space_is_quoted(form: str, place: str, tmp_path: Path) ->
 
 def test_what_is_not_loaded_by_another_program_has_none(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
-    found = command("split", model, tmp_path / "out", "--tp", "2")
-    assert found.returncode == 0 and "Load it" not in found.stdout
+    assert "Load it" not in ok("split", model, tmp_path / "out", "--tp", "2").stdout
     assert json.loads(command("inspect", tmp_path / "out", "--json").stdout)["load"] is None
-    part = command("split", model, tmp_path / "rank", "--tp", "2", "--as", "vllm", "--rank", "0")
-    assert part.returncode == 0 and "Load it" not in part.stdout
-    done = command("split", model, tmp_path / "rank", "--tp", "2", "--as", "vllm", "--rank", "1")
-    assert done.returncode == 0 and "--tensor-parallel-size 2" in done.stdout
+    assert "Load it" not in ok("split", model, tmp_path / "rank", "--tp", "2", "--as", "vllm", "--rank", "0").stdout
+    assert (
+        "--tensor-parallel-size 2"
+        in ok("split", model, tmp_path / "rank", "--tp", "2", "--as", "vllm", "--rank", "1").stdout
+    )
 
 
 @pytest.mark.parametrize(

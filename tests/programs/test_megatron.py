@@ -27,7 +27,7 @@ from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
-from tests.support import LLAMA, command, contents, write_checkpoint
+from tests.support import LLAMA, command, contents, ok, refused, write_checkpoint
 
 CASES = sorted(path.stem for path in (ORACLES / "megatron").glob("*.npz"))
 FORMS = {"te": "megatron-legacy", "teseq": "megatron-legacy-sequential", "local": "megatron-legacy-local"}
@@ -205,8 +205,7 @@ def test_no_strictness_but_the_default_is_advised(tmp_path: Path) -> None:
     """With another, Megatron loads a folder that lacks tensors of the model, and says nothing."""
     original, texts = checkpoint("megatron", "llama"), [format.loading.command for format in all_formats().values()]
     for form in ("megatron", "megatron-local", "megatron-singleton"):
-        found = command("split", original, tmp_path / form, "--as", form)
-        assert found.returncode == 0, found
+        found = ok("split", original, tmp_path / form, "--as", form)
         texts += [found.stdout, command("inspect", tmp_path / form).stdout]
     texts += [path.read_text() for path in (Path(__file__).parents[2] / "docs").rglob("*.md")]
     assert not any("strictness log_all" in text for text in texts)
@@ -259,10 +258,7 @@ def test_from_a_step_of_training_to_what_serves_it(tmp_path: Path) -> None:
     in_chunks("qwen3_moe-te-tp4", tmp_path / "new")
     split(original, tmp_path / "expected", tp=2, format="vllm")
     for source in (tmp_path / "old" / "iter_0000001", tmp_path / "new" / "iter_0000007"):
-        found = command(
-            "split", source, tmp_path / "out", "--tp", 2, "--as", "vllm", "--config", original, "--overwrite"
-        )
-        assert found.returncode == 0, found
+        ok("split", source, tmp_path / "out", "--tp", 2, "--as", "vllm", "--config", original, "--overwrite")
         for file in (tmp_path / "expected").glob("*.safetensors"):
             assert tensors_of([tmp_path / "out" / file.name]) == tensors_of([file])
 
@@ -312,8 +308,7 @@ def test_experts_that_are_not_divided_over_more_or_fewer_ranks(
     merge(run, tmp_path / "merged", config=original)
     assert _weights(tmp_path / "merged") == _weights(original)
     assert verify_exact(open_source(original), run).verdict == "same"
-    done = command("verify", original, run)
-    assert done.returncode == 2 and "experts are divided over more or fewer ranks than the rest" in done.stderr, done
+    assert "experts are divided over more or fewer ranks than the rest" in refused("verify", original, run)
 
 
 def test_stages_of_other_lengths_and_both_degrees(tmp_path: Path) -> None:
@@ -576,6 +571,7 @@ def test_experts_of_another_degree_are_refused(tmp_path: Path) -> None:
     for tp in range(4):  # a full grid of such files
         here, there = (out / f"release/mp_rank_{tp:02d}_{ep:03d}" for ep in (tp // 2, 1 - tp // 2))
         shutil.copytree(here, there)
-    done = command("merge", out, tmp_path / "merged")
-    assert done.returncode == 1 and "linear_fc1.weight0' is F32 [56, 64], rank 0 of ep 2 x tp 4 has" in done.stderr
+    assert "linear_fc1.weight0' is F32 [56, 64], rank 0 of ep 2 x tp 4 has" in refused(
+        "merge", out, tmp_path / "merged", code=1
+    )
     assert not (tmp_path / "merged").exists()

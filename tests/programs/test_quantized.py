@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from reshard.verify.api import verify
 from reshard.verify.bytes.exact import verify_exact
 from tests.marks import one_of_each, thorough
 from tests.programs.quantized import CASES, METHODS, MODELS, described, make, recorded, source_hash
-from tests.support import change_json, command, contents
+from tests.support import change_json, changed_json, command, contents
 from tests.verify.faults import sign
 
 RECORDED = recorded()
@@ -146,9 +145,8 @@ def test_what_is_dropped_is_kept(tmp_path: Path) -> None:
 )
 def test_other_settings_are_refused(method: str, settings: dict[str, object], why: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", "llama", method)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (source / "config.json").write_text(json.dumps(config))
+    with changed_json(source / "config.json") as config:
+        config["quantization_config"] |= settings
     done = command("split", source, tmp_path / "out", "--tp", "2", "--as", "vllm")
     assert done.returncode == 2 and why in done.stderr, done.stderr
 

@@ -18,7 +18,8 @@ from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.formats.test_dcp import save
 from tests.marks import one_of_each
-from tests.programs.test_dcp import bits, merge_with_config, raw, recorded
+from tests.programs.test_dcp import bits, merge_with_config, recorded
+from tests.support import bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -111,7 +112,7 @@ def test_it_is_what_torchtitan_holds(form: str, name: str, qkv: str, head: str, 
     assert bits(state) == bits(wanted)
     folder = save(tmp_path / "theirs", {"model": wanted, "train_state": {"step": 3}}, threads=2)
     merge_with_config(folder, tmp_path / "merged", original)
-    merged, whole = raw(tmp_path / "merged"), raw(original)
+    merged, whole = bytes_of(tmp_path / "merged"), bytes_of(original)
     copies = {key for key in whole if ".layers." in key and key.endswith((".embed_tokens.weight", "_head.head.weight"))}
     assert {key: merged.get(key) for key in whole if key not in copies} == {
         key: of for key, of in whole.items() if key not in copies
@@ -130,7 +131,11 @@ def test_a_bias_that_hugging_face_has_no_place_for_is_named(tmp_path: Path) -> N
     without = {key: tensor for key, tensor in wanted.items() if not key.endswith(BIAS)}  # load_balance_coeff = None
     saved = save(tmp_path / "without", {"model": without})
     assert merge(saved, tmp_path / "without-merged", config=config).left_behind == ()
-    assert raw(tmp_path / "without-merged") == raw(tmp_path / "trained-merged") == raw(tmp_path / "zero-merged")
+    assert (
+        bytes_of(tmp_path / "without-merged")
+        == bytes_of(tmp_path / "trained-merged")
+        == bytes_of(tmp_path / "zero-merged")
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,18 +30,12 @@ from reshard.formats.files.safetensors import TensorInfo
 from tests import store
 from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
-from tests.programs.test_dcp import raw
-from tests.support import command
+from tests.support import bytes_of, command, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
 MODELS = ("llama-tied", "phi3", "mixtral", "bamba")
 State = dict[str, torch.Tensor]
-
-
-def state_of(folder: Path) -> State:
-    """The tensors of a checkpoint."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 class Weights(nn.Module):
@@ -105,7 +98,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh) -> None:
 def check(folder: Path, original: Path, out: Path) -> None:
     """A trainer's folder is merged to the original's tensors, and converted as they are."""
     merge(folder, out / "merged", config=original)
-    merged, expected = raw(out / "merged"), raw(original)
+    merged, expected = bytes_of(out / "merged"), bytes_of(original)
     if "lm_head.weight" not in expected:  # DeepSpeed names a tied tensor twice
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         merged.setdefault("lm_head.weight", expected["lm_head.weight"])
@@ -114,7 +107,7 @@ def check(folder: Path, original: Path, out: Path) -> None:
     split(folder, out / "split", tp=2, format=name, config=original)
     split(out / "merged", out / "direct", tp=2, format=name)
     for file in (out / "direct").rglob("*.safetensors"):
-        assert raw((out / "split" / file.relative_to(out / "direct")).parent) == raw(file.parent)
+        assert bytes_of((out / "split" / file.relative_to(out / "direct")).parent) == bytes_of(file.parent)
 
 
 # -- FSDP ------------------------------------------------------------------------------------------------------------
@@ -127,7 +120,7 @@ MESHES = (((3,), ("fsdp",)), ((2, 2), ("ddp", "fsdp")), ((3, 2), ("dp", "tp")), 
 @pytest.mark.parametrize(("sizes", "names"), one_of_each(MESHES))
 def test_what_fsdp_leaves(sizes: tuple[int, ...], names: tuple[str, ...], model: str, tmp_path: Path) -> None:
     original = store.checkpoint(model)
-    save_fsdp(tmp_path / "actor", state_of(original), sizes, names)
+    save_fsdp(tmp_path / "actor", weights_of(original), sizes, names)
     check(tmp_path / "actor", original, tmp_path)
 
 
@@ -136,8 +129,8 @@ def test_what_fsdp_leaves(sizes: tuple[int, ...], names: tuple[str, ...], model:
 def test_copies_that_differ(what: str, rank: int, tmp_path: Path) -> None:
     """A file of another step in place of any rank's: the rank with the same parts contradicts it."""
     original = store.checkpoint("llama-tied")
-    save_fsdp(tmp_path / "actor", state_of(original), (2, 2), ("ddp", "fsdp"), optimizer=True)
-    other = {name: tensor * 2 for name, tensor in state_of(original).items()}
+    save_fsdp(tmp_path / "actor", weights_of(original), (2, 2), ("ddp", "fsdp"), optimizer=True)
+    other = {name: tensor * 2 for name, tensor in weights_of(original).items()}
     save_fsdp(tmp_path / "other", other, (2, 2), ("ddp", "fsdp"), optimizer=True)
     name = f"{what}_world_size_4_rank_{rank}.pt"
     (tmp_path / "other" / name).replace(tmp_path / "actor" / name)
@@ -153,7 +146,7 @@ def test_copies_that_differ(what: str, rank: int, tmp_path: Path) -> None:
 
 def test_the_averages_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    tensors = state_of(original)
+    tensors = weights_of(original)
     save_fsdp(tmp_path / "actor", tensors, (2, 2), ("dp", "tp"), optimizer=True)
     split(tmp_path / "actor", tmp_path / "out", tp=2, format="dcp", config=original)
     found = load_dcp(tmp_path / "out").tensors
@@ -164,7 +157,7 @@ def test_the_averages_of_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
 
 def test_a_mesh_that_contradicts_the_shapes(tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_fsdp(tmp_path / "actor", state_of(original), (2,), ("fsdp",))
+    save_fsdp(tmp_path / "actor", weights_of(original), (2,), ("fsdp",))
     with rank_of(1, 2):
         mesh, file = init_device_mesh("cpu", (2,)), tmp_path / "actor" / "model_world_size_2_rank_1.pt"
         state = torch.load(file, weights_only=False)
@@ -192,7 +185,7 @@ def test_a_pickle_that_would_run_is_named_and_not_run(tmp_path: Path) -> None:
 
 def test_files_of_different_steps(tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_fsdp(tmp_path / "actor", state_of(original), (2,), ("fsdp",), optimizer=True)
+    save_fsdp(tmp_path / "actor", weights_of(original), (2,), ("fsdp",), optimizer=True)
     file = tmp_path / "actor" / "optim_world_size_2_rank_1.pt"
     with rank_of(1, 2):
         state = torch.load(file, weights_only=False)
@@ -274,17 +267,17 @@ def save_zero(
 @pytest.mark.parametrize(("world", "groups", "frozen"), one_of_each([(3, 2, 1), (2, 1, 0), (5, 3, 2)]))
 def test_what_deepspeed_leaves(stage: int, world: int, groups: int, frozen: int, model: str, tmp_path: Path) -> None:
     original = store.checkpoint(model)
-    save_zero(tmp_path / "run", state_of(original), stage, world, groups, frozen)
+    save_zero(tmp_path / "run", weights_of(original), stage, world, groups, frozen)
     check(tmp_path / "run", original, tmp_path)
 
 
 @pytest.mark.parametrize("stage", one_of_each([3, 2]))
 def test_the_averages_of_deepspeed(stage: int, tmp_path: Path) -> None:
     original = store.checkpoint("mixtral")
-    save_zero(tmp_path / "run", state_of(original), stage, 3, 2, 1)
+    save_zero(tmp_path / "run", weights_of(original), stage, 3, 2, 1)
     split(tmp_path / "run" / "global_step7", tmp_path / "out", tp=2, format="dcp", config=original)
     found = load_dcp(tmp_path / "out").tensors
-    for name, weight in [*state_of(original).items()][1:]:
+    for name, weight in [*weights_of(original).items()][1:]:
         assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
         assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg_sq"]).float() == weight * 0.25).all(), name
         assert found[f"optimizer.state.{name}.step"] == 7
@@ -329,7 +322,7 @@ def deepspeeds_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_reordered(folder: Path, original: Path, gap: int) -> State:
     """A ZeRO-2 run of three ranks whose lists have another order than ``param_shapes``; returns its tensors."""
-    tensors = state_of(original)
+    tensors = weights_of(original)
     names = [name for first in range(3) for name in [*tensors][first::3]]
     save_zero(folder, tensors, 2, 3, change=_mapped(names, tensors, gap, 3))
     return tensors
@@ -391,7 +384,7 @@ def _other_step(rank: int, state: dict[str, Any]) -> None:
 )
 def test_a_list_that_does_not_fit(stage: int, change: Callable[..., None], said: str, tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_zero(tmp_path / "run", state_of(original), stage, 3, change=change)
+    save_zero(tmp_path / "run", weights_of(original), stage, 3, change=change)
     with pytest.raises((CheckpointError, MismatchError), match=said):
         merge(tmp_path / "run", tmp_path / "merged", config=original)
     assert not (tmp_path / "merged").exists()
@@ -434,17 +427,17 @@ INFO = {"universal_checkpoint_version": 0.4,
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_parallel_ranks(stage: int, tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_parallel(tmp_path / "run", state_of(original), stage, INFO)
+    save_parallel(tmp_path / "run", weights_of(original), stage, INFO)
     check(tmp_path / "run", original, tmp_path)
     split(tmp_path / "run", tmp_path / "out", tp=2, format="dcp", config=original)
     found = load_dcp(tmp_path / "out").tensors
-    for name, weight in [*state_of(original).items()][1:]:
+    for name, weight in [*weights_of(original).items()][1:]:
         assert (torch.from_numpy(found[f"optimizer.state.{name}.exp_avg"]).float() == weight * 0.5).all(), name
 
 
 @pytest.mark.parametrize("stage", one_of_each([3, 1]))
 def test_tensor_parallel_ranks_whose_copies_differ(stage: int, tmp_path: Path) -> None:
-    tensors = state_of(original := store.checkpoint("llama-tied"))
+    tensors = weights_of(original := store.checkpoint("llama-tied"))
     name = "model.norm.weight"
     save_parallel(tmp_path / "run", tensors, stage, INFO, {**tensors, name: tensors[name] + 1})
     with pytest.raises(MismatchError, match=f"'{name}' should be the same in .*mp_rank_00.* and .*mp_rank_01"):
@@ -454,7 +447,7 @@ def test_tensor_parallel_ranks_whose_copies_differ(stage: int, tmp_path: Path) -
 def test_ranks_of_zero_3_whose_buffers_differ(tmp_path: Path) -> None:
     """Each rank's file of the model has all of what has no master."""
     original = store.checkpoint("llama-tied")
-    save_zero(tmp_path / "run", tensors := state_of(original), 3, 2, frozen=1)
+    save_zero(tmp_path / "run", tensors := weights_of(original), 3, 2, frozen=1)
     name = next(iter(tensors))
     for rank in range(2):
         file = tmp_path / "run" / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
@@ -483,7 +476,7 @@ def test_ranks_of_zero_3_whose_buffers_differ(tmp_path: Path) -> None:
 )
 def test_tensor_parallel_ranks_that_do_not_say_how(info: dict[str, Any] | None, said: str, tmp_path: Path) -> None:
     original = store.checkpoint("llama-tied")
-    save_parallel(tmp_path / "run", state_of(original), 1, info)
+    save_parallel(tmp_path / "run", weights_of(original), 1, info)
     with pytest.raises(ReshardError, match=said):
         merge(tmp_path / "run", tmp_path / "merged", config=original)
     (tmp_path / "run" / "global_step7" / "mp_rank_01_model_states.pt").unlink()

@@ -30,9 +30,8 @@ from tests import store
 from tests.marks import one_of_each
 from tests.oracles.torchfile import load_dcp
 from tests.programs.oracles import ORACLES
-from tests.programs.test_dcp import raw
 from tests.stores.store_server import StoreServer, upload
-from tests.support import command, contents, write_checkpoint
+from tests.support import bytes_of, command, contents, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -132,7 +131,7 @@ def weights(case: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 @pytest.mark.parametrize("case", one_of_each(CASES, kind=lambda case: case.partition("-")[0]))
 def test_it_is_merged(case: str, tmp_path: Path) -> None:
     merge(given(case), tmp_path / "merged", config=config_of(case))
-    assert raw(tmp_path / "merged") == weights(case)
+    assert bytes_of(tmp_path / "merged") == weights(case)
     assert {path.name for path in (tmp_path / "merged").iterdir()} <= {
         "config.json", "generation_config.json", "model.safetensors",
     }  # fmt: skip
@@ -179,7 +178,7 @@ def test_it_is_cast_as_it_is_read(case: str, tmp_path: Path) -> None:
     merge(given(case), tmp_path / "merged", config=config_of(case))
     merge(tmp_path / "merged", tmp_path / "narrow", dtype="bf16")
     merge(given(case), tmp_path / "direct", config=config_of(case), dtype="bf16")
-    assert raw(tmp_path / "direct") == raw(tmp_path / "narrow")
+    assert bytes_of(tmp_path / "direct") == bytes_of(tmp_path / "narrow")
     assert json.loads((tmp_path / "direct/config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -217,7 +216,7 @@ def test_from_a_training_run_to_an_engine(case: str, tmp_path: Path) -> None:
     merge(given(case), tmp_path / "merged", config=config_of(case))
     split(given(case), tmp_path / "served", tp=2, format="vllm", config=config_of(case))
     split(tmp_path / "merged", tmp_path / "direct", tp=2, format="vllm")
-    assert raw(tmp_path / "served") == raw(tmp_path / "direct")
+    assert bytes_of(tmp_path / "served") == bytes_of(tmp_path / "direct")
     assert verify_exact(open_source(tmp_path / "merged"), tmp_path / "served").verdict == "same"
 
 
@@ -305,7 +304,7 @@ def test_accelerates_files_of_ranks(tmp_path: Path) -> None:
         (folder / f"model_world_size_3_rank_{number}.pt").rename(folder / f"pytorch_model_fsdp_0_rank{number}.bin")
         (folder / f"optim_world_size_3_rank_{number}.pt").rename(folder / f"optimizer_0_rank{number}.bin")
     merge(folder, tmp_path / "merged")
-    assert raw(tmp_path / "merged") == weights("verl-fsdp2-qwen2-w3")
+    assert bytes_of(tmp_path / "merged") == weights("verl-fsdp2-qwen2-w3")
     for number in (0, 1, 2):
         (folder / f"optimizer_0_rank{number}.bin").unlink()
     (folder / "pytorch_model_fsdp_0_rank2.bin").unlink()

@@ -16,15 +16,13 @@ from safetensors.torch import load_file
 from reshard.api import merge, split
 from reshard.formats.errors import CheckpointError, MismatchError
 from reshard.formats.files.safetensors import read_header
-from reshard.formats.notation.format_file import format_of
 from reshard.profile.processes import run_processes
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.marks import of_ranks, one_of_each, thorough
-from tests.support import change_json, command, contents
+from tests.support import change_json, command, contents, weights_of
 from tests.zoo import class_of
 
-FORMAT = format_of("transformers")
 MESHES = [
     ("llama", {"tp": 2}),
     ("llama", {"tp": 1}),
@@ -40,10 +38,6 @@ MESHES = [
 ]
 QUICK = {"qwen3_moe", "phi3", "gpt2"}
 """Experts, packed, and the input first."""
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -68,7 +62,7 @@ def test_transformers_loads_it_and_the_way_back_restores_every_byte(
     assert contents(tmp_path / "merged") == contents(original)
     (tmp_path / "out" / "reshard.json").unlink()
     merge(tmp_path / "out", tmp_path / "without")
-    merged, whole = _tensors(tmp_path / "without"), _tensors(original)
+    merged, whole = weights_of(tmp_path / "without"), weights_of(original)
     assert _equal({key: merged[key] for key in whole}, whole)
     assert all(torch.equal(merged[key], wanted.state_dict()[key]) for key in merged.keys() - whole.keys())  # tied
 
@@ -93,7 +87,7 @@ def test_each_box_is_written_once_by_the_first_rank_that_has_it(tmp_path: Path) 
     assert [file.name for file in files] == [f"shard-{i:05d}-model-00001-of-00001.safetensors" for i in (1, 2, 3, 4)]
     headers = [read_header(file) for file in files]
     sizes = [sum(info.nbytes for info in header.tensors.values()) for header in headers]
-    assert sum(sizes) == sum(tensor.nbytes for tensor in _tensors(original).values())
+    assert sum(sizes) == sum(tensor.nbytes for tensor in weights_of(original).values())
     norm = "model.norm.weight"
     assert [norm in header.tensors for header in headers] == [True, False, False, False]
     for header in headers:
@@ -109,25 +103,9 @@ def test_a_rank_reads_its_own_file(tmp_path: Path) -> None:
     for rank, file in enumerate(sorted(tmp_path.glob("out/*.safetensors"))):
         info = json.loads(read_header(file).metadata["DCP_SHARDING_INFO"])
         found[rank] = info["model.embed_tokens.weight"]["saved_offsets"][0]
-    whole = _tensors(store.checkpoint("llama"))["model.embed_tokens.weight"]
+    whole = weights_of(store.checkpoint("llama"))["model.embed_tokens.weight"]
     starts = [0, *(part.shape[0] for part in whole.chunk(4))]
     assert [*found.values()] == [sum(starts[: i + 1]) for i in range(4)]
-
-
-def test_formats_in_turn(tmp_path: Path) -> None:
-    """From boxes on one mesh to boxes on another, to another program's, and back."""
-    original = store.checkpoint("qwen3_moe")
-    split(original, tmp_path / "first", tp=4, format="transformers")
-    split(tmp_path / "first", tmp_path / "second", tp=2, format="transformers")
-    (tmp_path / "second" / "reshard.json").unlink()
-    split(tmp_path / "second", tmp_path / "vllm", tp=2, format="vllm")
-    split(tmp_path / "vllm", tmp_path / "third", tp=1, format="transformers")
-    split(tmp_path / "third", tmp_path / "own", tp=4)
-    merge(tmp_path / "own", tmp_path / "merged")
-    assert _equal(_tensors(tmp_path / "merged"), _tensors(original))
-    split(original, tmp_path / "direct", tp=4)
-    split(tmp_path / "first", tmp_path / "own4", tp=4)
-    assert contents(tmp_path / "own4" / "rank-03-of-04") == contents(tmp_path / "direct" / "rank-03-of-04")
 
 
 # ------------------------------------------------------------------------------------------------ programs themselves
@@ -192,10 +170,10 @@ def test_torch_consolidates_it(tmp_path: Path) -> None:
 
     original = store.checkpoint("phi3", "bfloat16")
     split(original, tmp_path / "out", tp=4, format="transformers")
-    whole = _tensors(original)
+    whole = weights_of(original)
     (tmp_path / "joined").mkdir()
     consolidate_safetensors_files(str(tmp_path / "out"), str(tmp_path / "joined"), dict.fromkeys(whole, 1))
-    assert _equal(_tensors(tmp_path / "joined"), whole)
+    assert _equal(weights_of(tmp_path / "joined"), whole)
 
 
 @pytest.fixture(scope="module", params=one_of_each(["llama", "qwen3_moe", "phi3"]))
@@ -214,7 +192,7 @@ def test_what_transformers_wrote_is_read(written: tuple[str, Path], tmp_path: Pa
     original = store.checkpoint(name)
     assert verify_exact(store.source(name), folder).verdict == "same"
     merge(folder, tmp_path / "merged")
-    assert _equal(_tensors(tmp_path / "merged"), _tensors(original))
+    assert _equal(weights_of(tmp_path / "merged"), weights_of(original))
     split(folder, tmp_path / "vllm", tp=2, format="vllm")
     split(original, tmp_path / "wanted", tp=2, format="vllm")
     for rank in range(2):

@@ -151,8 +151,7 @@ def test_what_was_not_compared_with_vllm_is_refused_with_what_was_seen(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [({"tp": 8}, "was compared up to tp 4"), ({"tp": 2, "pp": 2}, "was compared with tp alone")],
+    ("arguments", "why"), [({"tp": 8}, "was compared up to tp 4"), ({"tp": 2, "pp": 2}, "was compared with tp alone")]
 )
 def test_a_mesh_that_was_not_compared_is_refused(arguments: dict[str, int], why: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=why):

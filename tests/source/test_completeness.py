@@ -21,7 +21,7 @@ from reshard.system import Share
 from tests import remote, zoo
 from tests.marks import thorough
 from tests.model.test_remote_code import saved
-from tests.support import LLAMA, Tensor, change_json, llama_tensors, write_checkpoint, write_file
+from tests.support import LLAMA, Tensor, change_json, changed_json, llama_tensors, write_checkpoint, write_folder
 from tests.support import command as run
 
 MIXTRAL: dict[str, Any] = {
@@ -48,13 +48,6 @@ def mixtral_tensors() -> list[Tensor]:
                 for name, shape in {"w1": (4, 8), "w2": (8, 4), "w3": (4, 8)}.items()
             ]
     return [*tensors, ("model.norm.weight", "BF16", (8,)), ("lm_head.weight", "BF16", (6, 8))]
-
-
-def written(folder: Path, config: dict[str, Any], tensors: list[Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    write_file(folder / "model.safetensors", tensors)
-    return folder
 
 
 def refusal(folder: Path) -> str:
@@ -102,9 +95,9 @@ CUTS = {
 def test_a_part_is_refused_with_the_first_tensor_that_is_missing(cut: str, tmp_path: Path) -> None:
     config, part, first = CUTS[cut]
     whole = llama_tensors() if config is LLAMA else mixtral_tensors()
-    open_source(written(tmp_path / "whole", config, whole))
+    open_source(write_folder(tmp_path / "whole", config, whole))
     kept = part(whole)
-    message = refusal(written(tmp_path / "part", config, kept))
+    message = refusal(write_folder(tmp_path / "part", config, kept))
     count = len(whole) - len(kept)
     assert f"tensor '{first}' is missing" in message
     if cut != "all layers":  # of which nothing is left to tell how many
@@ -116,16 +109,15 @@ def test_an_index_that_lists_fewer_tensors(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", files=3)
     gone = "model-00002-of-00003.safetensors"
     (source / gone).unlink()
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != gone}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with changed_json(source / "model.safetensors.index.json") as index:
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != gone}
     assert "is missing, and" in refusal(source)
 
 
 def test_every_command_says_so_before_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = write_checkpoint(tmp_path / "whole")
     split(whole, tmp_path / "shards", tp=2)
-    part = written(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
+    part = write_folder(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
     for command in (
         ["plan", str(part)],
         ["plan", str(part), "--tp", "2"],
@@ -147,7 +139,7 @@ def test_every_command_says_so_before_it_writes(tmp_path: Path, capsys: pytest.C
 
 def test_shards_that_all_lack_a_layer(tmp_path: Path) -> None:
     """Shards of a part, which agree with one another and with their manifest."""
-    part = written(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
+    part = write_folder(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
     plan_file = partial_plan(tmp_path)
     split(part, tmp_path / "out", tp=2, plan_file=plan_file)
     (tmp_path / "out" / "reshard.json").unlink()
@@ -165,7 +157,7 @@ def partial_plan(folder: Path) -> Path:
 
 
 def test_a_plan_may_say_that_it_is_for_a_part(tmp_path: Path) -> None:
-    part = written(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
+    part = write_folder(tmp_path / "part", LLAMA, without(llama_tensors(), r"layers\.2"))
     access = {"plan_file": partial_plan(tmp_path)}
     assert plan(part, tp=2, **access).mesh.size == 2
     split(part, tmp_path / "out", tp=2, **access)
@@ -191,11 +183,11 @@ def quantized(tensors: list[Tensor]) -> list[Tensor]:
 
 def test_a_scale_that_is_missing(tmp_path: Path) -> None:
     whole = quantized(llama_tensors())
-    open_source(written(tmp_path / "whole", FP8, whole))
+    open_source(write_folder(tmp_path / "whole", FP8, whole))
     scale = r"layers\.1\.mlp\.up_proj\.weight_scale"
-    message = refusal(written(tmp_path / "scale", FP8, without(whole, scale)))
+    message = refusal(write_folder(tmp_path / "scale", FP8, without(whole, scale)))
     assert "'model.layers.1.mlp.up_proj.weight_scale' is missing, by" in message
-    message = refusal(written(tmp_path / "weight", FP8, without(whole, r"layers\.1\.mlp\.up_proj\.weight$")))
+    message = refusal(write_folder(tmp_path / "weight", FP8, without(whole, r"layers\.1\.mlp\.up_proj\.weight$")))
     assert "'model.layers.1.mlp.up_proj.weight' is missing, by" in message
 
 
@@ -204,7 +196,7 @@ def test_layers_that_are_left_as_they_were_and_scales_of_the_cache(tmp_path: Pat
     mixed = [*without(whole, r"layers\.1\."), *(t for t in plain if ".layers.1." in t[0])]
     cache = [(f"model.layers.0.self_attn.{name}_scale", "F32", (1,)) for name in "kv"]
     activations = [("model.layers.2.mlp.up_proj.input_scale", "F32", (1,))]
-    open_source(written(tmp_path, FP8, [*mixed, *cache, *activations]))
+    open_source(write_folder(tmp_path, FP8, [*mixed, *cache, *activations]))
 
 
 # ------------------------------------------------------------------------------------------ what may well be missing
@@ -241,14 +233,14 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[list[Tensor]], list[Tensor]]]] 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_publishers_leave_out_is_not_missing(kind: str, tmp_path: Path) -> None:
     config, change = WHOLE[kind]
-    open_source(written(tmp_path, config, change(llama_tensors())))
+    open_source(write_folder(tmp_path, config, change(llama_tensors())))
 
 
 def test_a_model_with_two_heads_has_that_for_tokens(tmp_path: Path) -> None:
     """As all classes have whose names end as those of models with a head."""
     config = LLAMA | {"architectures": ["LlamaDoubleHeadsModel"]}
-    open_source(written(tmp_path / "whole", config, llama_tensors()))
-    message = refusal(written(tmp_path / "part", config, without(llama_tensors(), "lm_head")))
+    open_source(write_folder(tmp_path / "whole", config, llama_tensors()))
+    message = refusal(write_folder(tmp_path / "part", config, without(llama_tensors(), "lm_head")))
     assert "'lm_head.weight' is missing" in message
 
 
@@ -263,7 +255,7 @@ def test_encoders_and_decoders(name: str, tmp_path: Path) -> None:
         kept = without(infos, part)
         if len(kept) < len(infos):
             config = json.loads((whole / "config.json").read_text())
-            assert "is missing" in refusal(written(tmp_path / f"part{len(kept)}", config, kept))
+            assert "is missing" in refusal(write_folder(tmp_path / f"part{len(kept)}", config, kept))
 
 
 @thorough
@@ -287,7 +279,7 @@ def test_nothing_is_missing_from_models_at_their_real_size(name: str) -> None:
 def test_a_config_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) -> None:
     """A number in config.json costs nothing: what it makes of time and memory is bounded by the tensors."""
     config = MIXTRAL | {"num_hidden_layers": 2_000_000_000}
-    written(tmp_path / "model", config, mixtral_tensors())
+    write_folder(tmp_path / "model", config, mixtral_tensors())
     with pytest.raises(CheckpointError, match=r"config\.json: 'layer' is 2,000,000,000, and there are 96 tensors"):
         open_source(tmp_path / "model")
     report = inspect(tmp_path / "model")
@@ -295,7 +287,7 @@ def test_a_config_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path)
 
 
 def test_a_config_of_other_experts_than_a_program_stores_is_refused_at_once(tmp_path: Path) -> None:
-    written(tmp_path / "model", MIXTRAL, mixtral_tensors())
+    write_folder(tmp_path / "model", MIXTRAL, mixtral_tensors())
     split(tmp_path / "model", tmp_path / "vllm", format="vllm")
     (tmp_path / "vllm/reshard.json").unlink()
     (tmp_path / "vllm/config.json").write_text(json.dumps(MIXTRAL | {"num_local_experts": 2_000_000_000}))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from reshard.api import inspect, merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
@@ -23,7 +23,7 @@ from reshard.source.lora import META, apart
 from tests import peft_adapters, store, zoo
 from tests.marks import examples, one_of_each
 from tests.programs.test_trainer_laws import save_fsdp, save_zero
-from tests.support import change_json, command
+from tests.support import change_json, command, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -38,10 +38,6 @@ def state_of(name: str, adapter: Path) -> State:
     state = PeftModel.from_pretrained(model, adapter).state_dict()
     tensors = {key: tensor.detach().clone().contiguous() for key, tensor in state.items()}
     return {key: tensors[key] for key in sorted(tensors, key=lambda key: ".lora_" in key)}
-
-
-def tensors(folder: Path) -> State:
-    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
 
 
 def equal(one: State, other: State) -> bool:
@@ -96,18 +92,18 @@ def test_a_run_is_the_base_with_the_adapter_in_it(container: str, name: str, kin
     run, given = run_of(container, tmp_path / "run", state_of(name, adapter), name, adapter)
     merge(base, tmp_path / "wanted", adapter=adapter)
     done = merge(run, tmp_path / "merged", names="published", **given)
-    wanted = tensors(tmp_path / "wanted")
-    assert equal(tensors(tmp_path / "merged"), wanted) and not equal(wanted, tensors(base))
+    wanted = weights_of(tmp_path / "wanted")
+    assert equal(weights_of(tmp_path / "merged"), wanted) and not equal(wanted, weights_of(base))
     assert "the LoRA adapter in it (rank 3" in str(done.note) and "alpha 6) was added" in str(done.note)
     split(run, tmp_path / "out", tp=2, **given)
     assert command("diff", tmp_path / "out", tmp_path / "wanted").stdout.startswith("SAME")
     merge(base, tmp_path / "into", adapter=run)
-    assert equal(tensors(tmp_path / "into"), wanted)
+    assert equal(weights_of(tmp_path / "into"), wanted)
     split(run, tmp_path / "alone", format="peft", **given)
     merge(base, tmp_path / "again", adapter=tmp_path / "alone")
-    assert equal(tensors(tmp_path / "again"), wanted)
+    assert equal(weights_of(tmp_path / "again"), wanted)
     if kind == "linear":
-        assert equal(tensors(tmp_path / "alone"), tensors(adapter))
+        assert equal(weights_of(tmp_path / "alone"), weights_of(adapter))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -119,10 +115,10 @@ def test_a_run_may_have_the_adapter_alone(container: str, tmp_path: Path) -> Non
         merge(run, tmp_path / "no", **given)
     assert "into" in str(caught.value.hint) and not (tmp_path / "no").exists()
     split(run, tmp_path / "alone", format="peft", config=base)
-    assert equal(tensors(tmp_path / "alone"), tensors(adapter))
+    assert equal(weights_of(tmp_path / "alone"), weights_of(adapter))
     wanted = merge(base, tmp_path / "wanted", adapter=adapter)
     merge(base, tmp_path / "into", adapter=run)
-    assert wanted.complete and equal(tensors(tmp_path / "into"), tensors(tmp_path / "wanted"))
+    assert wanted.complete and equal(weights_of(tmp_path / "into"), weights_of(tmp_path / "wanted"))
     report = inspect(run)
     assert report.kind == "LoRA adapter of a training run" and "without its base model" in str(report.lora)
     assert report.complete and "not the weights of its base model" in str(report.refused)
@@ -189,7 +185,7 @@ def test_where_alpha_is_said(place: str, tmp_path: Path) -> None:
     PLACES[place](run, adapter)
     merge(run, tmp_path / "out", **given)
     merge(base, tmp_path / "wanted", adapter=adapter)
-    assert equal(tensors(tmp_path / "out"), tensors(tmp_path / "wanted"))
+    assert equal(weights_of(tmp_path / "out"), weights_of(tmp_path / "wanted"))
     split(run, tmp_path / "alone", format="peft", **given)
     assert json.loads((tmp_path / "alone" / ADAPTER_CONFIG).read_text())["lora_alpha"] == 6
 
@@ -211,9 +207,9 @@ def test_an_alpha_that_is_not_there_is_never_guessed(tmp_path: Path) -> None:
         merge(base, tmp_path / "no", adapter=tmp_path / "alone")
     (tmp_path / "alone" / ADAPTER_CONFIG).write_text(json.dumps(settings | {"lora_alpha": 6}))
     merge(base, tmp_path / "again", adapter=tmp_path / "alone")
-    assert equal(tensors(tmp_path / "again"), tensors(tmp_path / "wanted"))
+    assert equal(weights_of(tmp_path / "again"), weights_of(tmp_path / "wanted"))
     merge(run, tmp_path / "given", adapter=tmp_path / "alone", **given)  # in place of its own
-    assert equal(tensors(tmp_path / "given"), tensors(tmp_path / "wanted"))
+    assert equal(weights_of(tmp_path / "given"), weights_of(tmp_path / "wanted"))
     (run / META).write_text('{"r": 3, "lora_alpha": 0}')
     with pytest.raises(CheckpointError, match="lora_alpha is 0"):
         merge(run, tmp_path / "no", **given)
@@ -234,7 +230,7 @@ def test_what_adapter_refuses_is_refused(settings: dict[str, Any], said: str, tm
         with pytest.raises(PlanError, match=said):
             merge(source, tmp_path / "no", **arguments)
     split(run, tmp_path / "alone", format="peft", **given)
-    assert equal(tensors(tmp_path / "alone"), tensors(adapter))
+    assert equal(weights_of(tmp_path / "alone"), weights_of(adapter))
 
 
 def test_experts_need_the_settings(tmp_path: Path) -> None:
@@ -252,7 +248,7 @@ def test_a_rank_stabilised_adapter_is_scaled_by_its_root(tmp_path: Path) -> None
     run, given = run_of("dcp", tmp_path / "run", state_of("llama", adapter), "llama", adapter)
     merge(run, tmp_path / "out", **given)
     merge(store.checkpoint("llama"), tmp_path / "wanted", adapter=adapter)
-    assert equal(tensors(tmp_path / "out"), tensors(tmp_path / "wanted"))
+    assert equal(weights_of(tmp_path / "out"), weights_of(tmp_path / "wanted"))
 
 
 def test_two_adapters_or_two_runs_are_said(tmp_path: Path) -> None:
@@ -271,8 +267,8 @@ def test_two_adapters_or_two_runs_are_said(tmp_path: Path) -> None:
     merge(run, tmp_path / "out", weights="model.actor.base_model.model", **given)
     split(run, tmp_path / "alone", format="peft", weights="model.actor.base_model.model", **given)
     merge(store.checkpoint("llama"), tmp_path / "wanted", adapter=adapter)
-    assert equal(tensors(tmp_path / "out"), tensors(tmp_path / "wanted"))
-    assert equal(tensors(tmp_path / "alone"), tensors(adapter))
+    assert equal(weights_of(tmp_path / "out"), weights_of(tmp_path / "wanted"))
+    assert equal(weights_of(tmp_path / "alone"), weights_of(adapter))
 
 
 def test_inspect_and_verify_call_it_by_its_name(tmp_path: Path) -> None:

@@ -351,10 +351,7 @@ def test_methods_that_cannot_be_split(kind, tmp_path):
 # ----------------------------------------------------------------------------------------- what states a weight's shape
 
 DOWN = "model.layers.0.mlp.down_proj"
-STATES = {
-    "bitsandbytes-nf4": f"{DOWN}.weight.quant_state.bitsandbytes__nf4",
-    "packed-4": f"{DOWN}.weight_shape",
-}
+STATES = {"bitsandbytes-nf4": f"{DOWN}.weight.quant_state.bitsandbytes__nf4", "packed-4": f"{DOWN}.weight_shape"}
 
 
 def stated(tensor: Stored) -> list[int]:

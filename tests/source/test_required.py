@@ -22,18 +22,11 @@ from reshard.formats.notation.architecture_files import (
 )
 from reshard.model.binding import bind
 from reshard.model.model import AxisSizes, FullTensor, Model
-from reshard.source.completeness import (
-    REQUIRED,
-    KnownLines,
-    Present,
-    check_complete,
-    known_lines,
-    missing,
-)
+from reshard.source.completeness import REQUIRED, KnownLines, Present, check_complete, known_lines, missing
 from reshard.source.opening import open_source
 from tests import zoo
 from tests.marks import one_of_each, thorough
-from tests.support import LLAMA, Tensor, command, llama_tensors, write_file
+from tests.support import LLAMA, Tensor, command, llama_tensors, ok, write_folder
 from tools.required import as_read, built, saved, table_of, written
 
 Config = Mapping[str, Any]
@@ -88,13 +81,6 @@ def test_a_line_that_is_gone_from_all_layers_is_missed(name: str):
 # ------------------------------------------------------------------------------------------------------ in one's hand
 
 
-def checkpoint(folder: Path, config: Config, tensors: list[Tensor]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    write_file(folder / "model.safetensors", tensors)
-    return folder
-
-
 def llama(pattern: str) -> list[Tensor]:
     return [tensor for tensor in llama_tensors() if not re.search(pattern, tensor[0])]
 
@@ -108,7 +94,7 @@ def llama(pattern: str) -> list[Tensor]:
     ],
 )
 def test_the_error_names_the_first_and_says_how_many_more(gone: str, first: str, more: int, tmp_path: Path, capsys):
-    source = checkpoint(tmp_path / "model", LLAMA, llama(gone))
+    source = write_folder(tmp_path / "model", LLAMA, llama(gone))
     with pytest.raises(SystemExit) as stop:
         main(["plan", str(source), "--tp", "2"])
     assert stop.value.code == 2
@@ -122,9 +108,9 @@ def qwen3() -> tuple[Config, list[Tensor]]:
 
 def test_a_norm_that_one_type_of_a_file_has_and_another_has_not(tmp_path: Path):
     config, tensors = qwen3()
-    open_source(checkpoint(tmp_path / "whole", config, tensors))
+    open_source(write_folder(tmp_path / "whole", config, tensors))
     with pytest.raises(CheckpointError, match=r"'model.layers.0.self_attn.q_norm.weight' is missing, and 2 more"):
-        open_source(checkpoint(tmp_path / "part", config, [t for t in tensors if "q_norm" not in t[0]]))
+        open_source(write_folder(tmp_path / "part", config, [t for t in tensors if "q_norm" not in t[0]]))
 
 
 # -------------------------------------------------------------------------------------------- what is not asked for
@@ -157,10 +143,10 @@ PACKED = {
 def test_a_packed_weight_stands_for_the_weight(tmp_path: Path):
     config = LLAMA | {"hidden_size": 16, "num_attention_heads": 4, "head_dim": 8, "quantization_config": PACKED}
     tensors = packed(llama_tensors(config))
-    open_source(checkpoint(tmp_path / "whole", config, tensors))
+    open_source(write_folder(tmp_path / "whole", config, tensors))
     part = [tensor for tensor in tensors if ".self_attn.v_proj" not in tensor[0]]
     with pytest.raises(CheckpointError, match=r"'model.layers.0.self_attn.v_proj.weight' is missing, and 2 more"):
-        open_source(checkpoint(tmp_path / "part", config, part))
+        open_source(write_folder(tmp_path / "part", config, part))
 
 
 # ----------------------------------------------------------------------------------------------------- towers
@@ -216,11 +202,10 @@ def test_a_language_model_alone_says_so(name: str):
 def test_inspect_and_split_say_what_a_language_model_is_without(tmp_path: Path):
     config = of_zoo("qwen2_5_vl").config
     tensors = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in damaged("qwen2_5_vl", "visual")]
-    source = checkpoint(tmp_path / "model", {**config, "architectures": ["Qwen2_5_VLForCausalLM"]}, tensors)
+    source = write_folder(tmp_path / "model", {**config, "architectures": ["Qwen2_5_VLForCausalLM"]}, tensors)
     assert "without     model.visual: it is the language model alone" in str(command("inspect", source).stdout)
-    done = command("split", source, tmp_path / "out", "--tp", "2")
-    assert done.returncode == 0 and "language model alone, without model.visual" in done.stdout
-    whole = checkpoint(tmp_path / "whole", config, tensors)
+    assert "language model alone, without model.visual" in ok("split", source, tmp_path / "out", "--tp", "2").stdout
+    whole = write_folder(tmp_path / "whole", config, tensors)
     for arguments in (("inspect", whole), ("split", whole, tmp_path / "vllm", "--tp", "2", "--as", "vllm")):
         done = command(*arguments)
         assert done.returncode and "no tensor of 'model.visual' is there" in done.stdout + done.stderr

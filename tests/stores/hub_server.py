@@ -17,6 +17,8 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -274,3 +276,12 @@ class _Handler(BaseHTTPRequestHandler):
             if self.hub.drop_by_reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
+
+
+@contextmanager
+def hub_with(root: Path, name: str, folder: Path) -> Iterator[HubServer]:
+    """A Hub in a new folder, whose one repository, ``org/name``, is this folder."""
+    (root / "hub" / "org").mkdir(parents=True)
+    (root / "hub" / "org" / name).symlink_to(folder)
+    with HubServer(root / "hub") as hub:
+        yield hub

@@ -6,16 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
-import click
 import pytest
 
 import reshard
-from reshard.cli.commands import COMMANDS, cli
+from reshard.cli.commands import COMMANDS
 from reshard.cli.options import LocalPath, NewFile
 from tests.marks import thorough
 from tests.stores.hub_server import HubServer
 from tests.stores.store_server import StoreServer
-from tests.support import command, contents, write_checkpoint
+from tests.support import command, command_named, contents, ok, write_checkpoint
 from tests.test_cli import in_one_process
 
 LOCAL = {"plan_file", "cache_dir", "python", "engine_python", "folder"}
@@ -24,9 +23,7 @@ LOCAL = {"plan_file", "cache_dir", "python", "engine_python", "folder"}
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_option_takes_a_folder_alone(name: str) -> None:
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
-    for param in found.params:
+    for param in command_named(name).params:
         if isinstance(param.type, LocalPath) and not isinstance(param.type, NewFile):
             assert param.name in LOCAL, f"{name} {param.opts[0]}"
 
@@ -52,8 +49,7 @@ def test_a_config_at_a_url(run: Path) -> None:
             given = ("--config", url, "--cache-dir", root / "cache")
             merge, split = ("merge", run, root / f"merged{number}"), ("split", run, root / f"two{number}", "--tp", "2")
             for line in (merge, (*split, "--as", "vllm")):
-                done = command(*line, *given, **store.environment)
-                assert done.returncode == 0, done.stderr
+                ok(*line, *given, **store.environment)
             assert contents(root / f"merged{number}") == contents(root / "expected")
             assert {"config.json", "tokenizer.json"} <= contents(root / f"two{number}").keys()
         url = f"{store.url}/bucket/org/cfg"

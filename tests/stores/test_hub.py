@@ -136,12 +136,7 @@ def client(hub: HubServer, tmp_path: Path, fork_server: None) -> Client:
     """``fetch`` in a process of its own, whose Hub is ``hub``."""
 
     def run(
-        source: str = REPO,
-        *,
-        env: dict[str, str] | None = None,
-        before: str = "",
-        limit: int = -1,
-        **arguments: object,
+        source: str = REPO, *, env: dict[str, str] | None = None, before: str = "", limit: int = -1, **arguments: object
     ) -> Answer:
         work = partial(_fetch, {"source": source, **arguments}, before, limit)
         (done,) = forked([(work, hub.environment(tmp_path / "home", **(env or {})))], tmp_path)

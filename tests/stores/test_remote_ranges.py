@@ -35,7 +35,7 @@ from reshard.store.staging_names import staging_of
 from tests.dequantize import METHODS
 from tests.marks import thorough
 from tests.source.test_quantized import checkpoint as quantized
-from tests.stores.hub_server import HubServer
+from tests.stores.hub_server import hub_with
 from tests.stores.store_server import StoreServer, dropped, shifted, slow, status, truncated, upload, whole
 from tests.support import LLAMA, change_json, command, contents, llama_tensors, write_checkpoint, write_file
 from tests.transforms.test_adapters import adapter
@@ -234,9 +234,7 @@ def test_params_json_on_a_web_server_is_not_missing(form: str, store: StoreServe
 
 
 def test_from_the_hub_without_a_copy(checkpoint: Path, tmp_path: Path) -> None:
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "llama").symlink_to(checkpoint)
+    with hub_with(tmp_path, "llama", checkpoint) as hub:
         environment = hub.environment(tmp_path / "home")
         done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
         assert done.returncode == 0, done.stderr
@@ -661,9 +659,7 @@ def test_an_index_names_a_file_that_is_not_there(run: Run, store: StoreServer, t
     out, url = tmp_path / "out", upload(source, store, "half")
     assert_refused(run("split", url, out, "--tp", "2"), "model-00002-of-00002.safetensors", "does not exist", out=out)
     assert run("inspect", url).returncode == 1
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "half").symlink_to(source)
+    with hub_with(tmp_path, "half", source) as hub:
         for more in ((), ("--download",)):
             environment = hub.environment(tmp_path / "home")
             done = in_process("split", "org/half", out, "--tp", "2", *more, environment=environment)
@@ -725,9 +721,7 @@ main()
 def test_several_threads_read_elsewhere(
     where: str, more: tuple[str, ...], checkpoint: Path, store: StoreServer, tmp_path: Path
 ) -> None:
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "llama").symlink_to(checkpoint)
+    with hub_with(tmp_path, "llama", checkpoint) as hub:
         upload(checkpoint, store, "llama")
         source = {"s3": "s3://bucket/llama", "http": f"{store.url}/bucket/llama", "hub": "org/llama"}[where]
         environment = {**os.environ, **store.environment, **hub.environment(tmp_path / "home")}
@@ -746,9 +740,7 @@ def test_several_threads_read_elsewhere(
 
 
 def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_path: Path) -> None:
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "llama").symlink_to(checkpoint)
+    with hub_with(tmp_path, "llama", checkpoint) as hub:
         hub.expires_after, hub.busy = 5, 2
         environment = hub.environment(tmp_path / "home")
         done = in_process("split", "org/llama", tmp_path / "out", "--tp", "2", environment=environment)
@@ -759,9 +751,7 @@ def test_an_expired_address_of_the_hub_is_asked_for_again(checkpoint: Path, tmp_
 
 
 def test_a_hub_that_is_lost_while_weights_are_read_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "llama").symlink_to(checkpoint)
+    with hub_with(tmp_path, "llama", checkpoint) as hub:
         hub.expires_after, hub.busy = 14, 1 << 20  # the headers and samples come
         environment = {**hub.environment(tmp_path / "home"), "RESHARD_RETRY_SECONDS": "0.1"}
         line = [sys.executable, "-c", SEVERAL, "split", "org/llama", str(tmp_path / "out"), "--tp", "2"]

@@ -21,7 +21,7 @@ from reshard.formats.notation.format_file import adapter_format_names
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
-from tests.support import LLAMA, command, contents, write_checkpoint
+from tests.support import LLAMA, command, contents, ok, write_checkpoint
 
 PREFIX = "base_model.model."
 WEIGHTS = {
@@ -94,8 +94,7 @@ def load_one(folder: Path, rank: int, tp: int, file: str) -> dict[str, Any]:
 
 def test_it_is_merged_and_split_again(tmp_path: Path) -> None:
     base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
-    done = command("split", source, tmp_path / "out", "--tp", "4", "--config", base)
-    assert done.returncode == 0, done.stderr
+    ok("split", source, tmp_path / "out", "--tp", "4", "--config", base)
     merge(tmp_path / "out", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
     split(tmp_path / "out", tmp_path / "two", tp=2)
@@ -122,8 +121,7 @@ def test_it_is_cast_as_other_weights_are(tmp_path: Path) -> None:
 def test_it_is_verified(tmp_path: Path) -> None:
     base, source = write_checkpoint(tmp_path / "base"), adapter(tmp_path / "adapter")
     split(source, tmp_path / "out", tp=2, config=base)
-    done = command("verify", source, tmp_path / "out", "--exact-only", "--config", base)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ok("verify", source, tmp_path / "out", "--exact-only", "--config", base)
     file = tmp_path / "out" / folder_of(1, 2) / "adapter_model.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1

@@ -23,7 +23,7 @@ from reshard.transforms.average import mean_of
 from reshard.transforms.tensors import ARITHMETIC, Content, Tensor
 from tests import store
 from tests.marks import one_of_each
-from tests.support import LLAMA, command, contents, write_checkpoint, write_tied_twice
+from tests.support import LLAMA, command, contents, weights_of, write_checkpoint, write_tied_twice
 
 ONE = {"workers": 1}
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -41,13 +41,9 @@ def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
     return store.made(f"to-average-{seed}-{dtype}", make)
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def by_numpy(folders: list[Path], weights: tuple[float, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The mean in float32: products and sums one after the other. Checked against that in float64."""
-    tables, found = [read(folder) for folder in folders], dict[str, torch.Tensor]()
+    tables, found = [weights_of(folder) for folder in folders], dict[str, torch.Tensor]()
     for name in tables[0]:
         values = [table[name].float().numpy() for table in tables]
         total = values[0] * np.float32(weights[0])
@@ -107,11 +103,13 @@ def test_checkpoints_in_any_form(forms: list[dict[str, Any]], tmp_path: Path) ->
     done = command("average", model(0), "in-1", "in-2", "mean", "--weights", "0.5,0.3,0.2", cwd=tmp_path)
     assert "It is the mean with 2 others, weights 0.5, 0.3, 0.2, in float32, rounded once" in done.stdout, done.stderr
     should = by_numpy([model(seed) for seed in range(3)], WEIGHTS, torch.bfloat16)
-    assert_equal(read(tmp_path / "mean"), should)
+    assert_equal(weights_of(tmp_path / "mean"), should)
     index = "model.safetensors.index.json"
     assert (tmp_path / "mean" / index).read_bytes() == (model(0) / index).read_bytes()
     average(tmp_path / "in-1", tmp_path / "other", others=[model(0), tmp_path / "in-2"], weights=(0.3, 0.5, 0.2), **ONE)
-    assert_equal(read(tmp_path / "other"), by_numpy([model(s) for s in (1, 0, 2)], (0.3, 0.5, 0.2), torch.bfloat16))
+    assert_equal(
+        weights_of(tmp_path / "other"), by_numpy([model(s) for s in (1, 0, 2)], (0.3, 0.5, 0.2), torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,10 +133,10 @@ def test_it_is_rounded_once(dtype: str, tmp_path: Path) -> None:
     folders = [model(0), model(1, torch.float32), model(2, torch.float16)]
     equal = (1 / 3,) * 3
     average(folders[0], tmp_path / "cast", others=folders[1:], dtype=dtype, **ONE)
-    assert_equal(read(tmp_path / "cast"), by_numpy(folders, equal, target))
+    assert_equal(weights_of(tmp_path / "cast"), by_numpy(folders, equal, target))
     assert json.loads((tmp_path / "cast/config.json").read_text())["dtype"] == str(target)[6:]
     average(folders[0], tmp_path / "out", others=folders[1:], **ONE)
-    assert_equal(read(tmp_path / "out"), by_numpy(folders, equal, torch.bfloat16))
+    assert_equal(weights_of(tmp_path / "out"), by_numpy(folders, equal, torch.bfloat16))
 
 
 def test_tied_tables(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_tied_tables(tmp_path: Path) -> None:
     once = {name: torch.randn(t.shape).bfloat16() for name, t in tensors.items() if name != "lm_head.weight"}
     save_file(once, tmp_path / "once/model.safetensors", {"format": "pt"})
     average(tmp_path / "twice", tmp_path / "out", others=[tmp_path / "once"], weights=(0.25, 0.75), **ONE)
-    found = read(tmp_path / "out")
+    found = weights_of(tmp_path / "out")
     assert found.keys() == tensors.keys()
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
     name = "model.embed_tokens.weight"
@@ -164,7 +162,7 @@ def test_tied_tables(tmp_path: Path) -> None:
 
 def changed(folder: Path, name: str, tensor: torch.Tensor | None) -> Path:
     """The second model with another tensor, or without it."""
-    tensors = read(model(1))
+    tensors = weights_of(model(1))
     tensors.pop(name)
     if tensor is not None:
         tensors[name] = tensor
@@ -208,7 +206,7 @@ def test_other_tensors_shapes_and_dtypes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "large", config=LLAMA | {"intermediate_size": 48})
     refused(tmp_path, tmp_path / "large", r"down_proj.weight' is BF16 \[20, 24\] in .* and BF16 \[20, 48\] in .*large")
     more = changed(tmp_path / "more", norm, torch.ones(20).bfloat16())
-    tensors = read(more) | {bias: torch.ones(20).bfloat16()}
+    tensors = weights_of(more) | {bias: torch.ones(20).bfloat16()}
     save_file(tensors, more / "model.safetensors", {"format": "pt"})
     refused(tmp_path, more, rf"more has tensor '{bias}', and .*to-average-0.* does not: not one model")
 
@@ -218,7 +216,7 @@ def test_integers_must_be_the_same(tmp_path: Path) -> None:
     for folder, value in zip(folders, (1, 1, 2), strict=True):
         changed(folder, "model.norm.weight", torch.full((20,), value, dtype=torch.int32))
     average(folders[0], tmp_path / "out", others=[folders[1]], **ONE)
-    assert torch.equal(read(tmp_path / "out")["model.norm.weight"], torch.ones(20, dtype=torch.int32))
+    assert torch.equal(weights_of(tmp_path / "out")["model.norm.weight"], torch.ones(20, dtype=torch.int32))
     with pytest.raises(ReshardError, match=r"'model.norm.weight' \(I32\) differs, and only floats have a mean"):
         average(folders[0], tmp_path / "out2", others=[folders[2]], **ONE)
 

@@ -41,7 +41,7 @@ from tests.marks import one_of_each, thorough
 from tests.source.test_quantized import PACKINGS, checkpoint, read, write
 from tests.source.test_quantized import dequantize as by_definition
 from tests.stores.store_server import StoreServer
-from tests.support import change_json, changed_tensors, command, contents
+from tests.support import change_json, changed_json, changed_tensors, command, contents, weights_of
 
 ONE = {"workers": 1}
 BLOCK = 16, 32
@@ -79,9 +79,7 @@ def quantized(original: Path, folder: Path, files: int = 2) -> Path:
 
 def by_torch(folder: Path) -> dict[str, torch.Tensor]:
     """What DeepSeek's script makes of a checkpoint: number times scale in float32, stored as bfloat16."""
-    tensors = {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
+    tensors = weights_of(folder)
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("_scale_inv"):
@@ -452,9 +450,8 @@ def test_weights_in_a_folder_within(source: Path, tmp_path: Path) -> None:
     shutil.copytree(source, copy / "within")
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
         (copy / "within" / name).rename(copy / name)
-    index = json.loads((copy / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: f"within/{file}" for name, file in index["weight_map"].items()}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with changed_json(copy / "model.safetensors.index.json") as index:
+        index["weight_map"] = {name: f"within/{file}" for name, file in index["weight_map"].items()}
     done = command("split", copy, copy / "out", "--tp", "2", "--dequantize", "--cache-dir", tmp_path / "cache")
     assert "are the same folder, or one lies in the other" in done.stderr
 

@@ -28,7 +28,7 @@ from reshard.transforms.adapter import add_adapter
 from reshard.verify.bytes import reading as proof
 from tests import peft_adapters, store
 from tests.marks import one_of_each
-from tests.support import change_json, command, contents
+from tests.support import change_json, command, contents, weights_of
 from tests.transforms.test_cast import TORCH, bits
 from tests.transforms.test_dequantize import quantized
 
@@ -49,10 +49,6 @@ TOLD = ("bamba", "glm4v", "gpt2", "jamba", "lfm2_moe")
 """Models of which a rank's config.json cannot say all sizes."""
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
-
-
 @pytest.mark.parametrize(("name", "kind"), one_of_each(CASES, kind=lambda case: case[1]))
 def test_it_is_split_merged_back_and_split_again(name: str, kind: str, tmp_path: Path) -> None:
     source, base = peft_adapters.made(name, kind), store.checkpoint(name)
@@ -70,7 +66,7 @@ def test_it_is_merged_as_peft_merges_it(name: str, kind: str, tmp_path: Path) ->
     source, base = peft_adapters.made(name, kind), store.checkpoint(name)
     merge(base, tmp_path / "out", adapter=source)
     found, wanted, before = (
-        tensors(folder) for folder in (tmp_path / "out", peft_adapters.merged(name, source, tmp_path / "peft"), base)
+        weights_of(folder) for folder in (tmp_path / "out", peft_adapters.merged(name, source, tmp_path / "peft"), base)
     )
     assert found.keys() == wanted.keys() | before.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
@@ -90,9 +86,9 @@ def test_a_ranks_adapter_merges_into_the_ranks_weights(name: str, kind: str, tmp
     for rank in ("rank-00-of-02", "rank-01-of-02"):
         alone = tmp_path / f"alone-{rank}"
         shutil.copytree(tmp_path / "base" / rank, alone)
-        save_file(tensors(alone), alone / "model.safetensors", {"format": "pt"})
+        save_file(weights_of(alone), alone / "model.safetensors", {"format": "pt"})
         merge(alone, tmp_path / f"merged-{rank}", adapter=tmp_path / "adapter" / rank)
-        found, wanted = tensors(tmp_path / f"merged-{rank}"), tensors(tmp_path / "out" / rank)
+        found, wanted = weights_of(tmp_path / f"merged-{rank}"), weights_of(tmp_path / "out" / rank)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[key], wanted[key]) for key in wanted), rank
 
@@ -105,10 +101,10 @@ def test_each_rank_has_the_columns_of_its_experts(name: str, tmp_path: Path) -> 
     experts = config["num_local_experts"]
     count = next(n for n in range(2, experts + 1) if experts % n == 0)
     split(source, tmp_path / "out", tp=1, ep=count, config=store.checkpoint(name))
-    whole = tensors(source)
+    whole = weights_of(source)
     for rank in range(count):
         own = slice(rank * experts // count, (rank + 1) * experts // count)
-        for key, found in tensors(tmp_path / "out" / f"rank-{rank:02d}-of-{count:02d}").items():
+        for key, found in weights_of(tmp_path / "out" / f"rank-{rank:02d}-of-{count:02d}").items():
             if "lora_A" in key:
                 wanted = whole[key].reshape(experts, 3, -1)[own].flatten(0, 1)
             else:
@@ -131,7 +127,7 @@ def by_definition(base: Path, adapter: Path, scale: dict[str, float]) -> dict[st
     """W + scale * (B A) for Mixtral's experts in float64, by loops over experts and the rank; ``scale`` by the end of a
     name.
     """
-    found, low = tensors(base), {name: each.numpy() for name, each in tensors(adapter).items()}
+    found, low = weights_of(base), {name: each.numpy() for name, each in weights_of(adapter).items()}
     for layer in range(3):
         place = f"{PREFIX}model.layers.{layer}.mlp.experts."
         for nested, names in (("base_layer.", ("w1", "w3")), ("", ("w2",))):
@@ -165,13 +161,13 @@ def test_it_is_merged_as_defined(dtype: str, stabilised: bool, tmp_path: Path) -
     adapter = tmp_path / "adapter"
     shutil.copytree(peft_adapters.made("mixtral", "experts", **settings), adapter)
     chance = torch.Generator().manual_seed(3)
-    random = {name: torch.randn(each.shape, generator=chance) for name, each in tensors(adapter).items()}
+    random = {name: torch.randn(each.shape, generator=chance) for name, each in weights_of(adapter).items()}
     save_file(random, adapter / "adapter_model.safetensors")
     base = store.checkpoint("mixtral", dtype)
     merge(base, tmp_path / "out", adapter=adapter)
     root = math.sqrt if stabilised else float
     wanted = by_definition(base, adapter, {"gate_up": 7 / root(5), "down": 6 / root(3)})
-    found = tensors(tmp_path / "out")
+    found = weights_of(tmp_path / "out")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -241,9 +237,9 @@ def test_the_commands(tmp_path: Path) -> None:
     done = command("split", base, tmp_path / "served", "--adapter", adapter, "--tp", "2", "--as", "vllm")
     assert done.returncode == 0, done.stderr
     split(tmp_path / "out", tmp_path / "two", tp=2, format="vllm")
-    one, other = (tensors(tmp_path / folder) for folder in ("served", "two"))
+    one, other = (weights_of(tmp_path / folder) for folder in ("served", "two"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert not torch.equal(tensors(base)["lm_head.weight"], torch.zeros(1))
+    assert not torch.equal(weights_of(base)["lm_head.weight"], torch.zeros(1))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -295,7 +291,7 @@ def test_a_sum_that_is_not_finite_is_refused(dtype: str, size: float, tmp_path: 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(store.checkpoint("llama", dtype), base)
     shutil.copytree(peft_adapters.made("llama", "linear"), adapter)
-    low = {name: torch.zeros_like(each) for name, each in tensors(adapter).items()}
+    low = {name: torch.zeros_like(each) for name, each in weights_of(adapter).items()}
     place = "model.layers.1.mlp.up_proj"
     low[f"{PREFIX}{place}.lora_A.weight"][0, 5] = 1e30 if size == 1e30 else 0.5
     low[f"{PREFIX}{place}.lora_B.weight"][7, 0] = size
@@ -303,19 +299,21 @@ def test_a_sum_that_is_not_finite_is_refused(dtype: str, size: float, tmp_path: 
     with pytest.raises(MismatchError, match=rf"tensor '{place}\.weight' .* would not be with the adapter"):
         merge(base, tmp_path / "out", adapter=adapter)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
-    weights = tensors(base)
+    weights = weights_of(base)
     weights[f"{place}.weight"][7, 5] = math.inf
     if size != size:
         weights[f"{place}.weight"][7] = math.nan
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     merge(base, tmp_path / "out", adapter=adapter)
-    assert not tensors(tmp_path / "out")[f"{place}.weight"][7, 5].isfinite()
+    assert not weights_of(tmp_path / "out")[f"{place}.weight"][7, 5].isfinite()
 
 
 def with_dtype(adapter: Path, folder: Path, dtype: torch.dtype) -> Path:
     """An adapter whose A and B have another dtype."""
     shutil.copytree(adapter, folder)
-    save_file({name: each.to(dtype) for name, each in tensors(adapter).items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: each.to(dtype) for name, each in weights_of(adapter).items()}, folder / "adapter_model.safetensors"
+    )
     return folder
 
 
@@ -379,7 +377,7 @@ def test_a_config_names_the_modules_that_peft_wraps(settings: dict[str, Any]) ->
 
     config = LoraConfig(**settings)
     named = settings_of({"peft_type": "LORA", "r": 1, **settings}, "here")
-    modules = {name.rpartition(".")[0] for name in tensors(store.checkpoint("llama"))}
+    modules = {name.rpartition(".")[0] for name in weights_of(store.checkpoint("llama"))}
     wrapped = {module for module in modules if check_target_module_exists(config, module)}
     assert {module for module in modules if named.names(module)} == wrapped
     assert wrapped
@@ -388,7 +386,7 @@ def test_a_config_names_the_modules_that_peft_wraps(settings: dict[str, Any]) ->
 def without(base: Path, folder: Path, part: str) -> Path:
     """A checkpoint without the tensors that have this in their names."""
     shutil.copytree(base, folder)
-    kept = {name: each for name, each in tensors(folder).items() if part not in name}
+    kept = {name: each for name, each in weights_of(folder).items() if part not in name}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -457,7 +455,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         merge(short, tmp_path / "out", adapter=experts)
     packed = tmp_path / "packed"
     shutil.copytree(store.checkpoint("llama"), packed)
-    ints = {name: each.to(torch.int8) if "q_proj" in name else each for name, each in tensors(packed).items()}
+    ints = {name: each.to(torch.int8) if "q_proj" in name else each for name, each in weights_of(packed).items()}
     save_file(ints, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(MismatchError, match="is I8: an adapter is merged into BF16, F16, F32 alone"):
         merge(packed, tmp_path / "out", adapter=peft_adapters.made("llama", "linear"))
@@ -472,6 +470,6 @@ def test_an_adapter_to_a_quantized_model(tmp_path: Path) -> None:
     merge(base, tmp_path / "one", adapter=adapter, dequantize=True, cache_dir=tmp_path / "cache")
     merge(base, tmp_path / "plain", dequantize=True, cache_dir=tmp_path / "cache")
     merge(tmp_path / "plain", tmp_path / "two", adapter=adapter)
-    one, two, plain = (tensors(tmp_path / folder) for folder in ("one", "two", "plain"))
+    one, two, plain = (weights_of(tmp_path / folder) for folder in ("one", "two", "plain"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert any(not torch.equal(one[name], plain[name]) for name in one)

@@ -26,7 +26,7 @@ from reshard.verify.bytes.exact_report import ExactReport
 from reshard.verify.report.answer import exact_summary
 from tests import store
 from tests.marks import one_of_each, thorough
-from tests.support import change_tensor, command
+from tests.support import change_tensor
 from tests.verify.faults import sign
 from tests.verify.test_forward import QUICK, run_all
 
@@ -306,12 +306,7 @@ SAID: list[tuple[str, Change, str, dict[str, str]]] = [
         "problems",
         {"ours": f"of '{GATE}', which is [{{4}}, {{w}}]", "others": f"of '{GATE}', which is [{{4}}, {{w}}]"},
     ),
-    (
-        "typed",
-        _typed,
-        "problems",
-        {"ours": f"tensor '{GATE}' is I32 [", "others": f"tensor '{GATE}' is I32 ["},
-    ),
+    ("typed", _typed, "problems", {"ours": f"tensor '{GATE}' is I32 [", "others": f"tensor '{GATE}' is I32 ["}),
     (
         "offsets",
         lambda boxes: _exchange(boxes, (0, GATE), (2, GATE), which=1),
@@ -361,36 +356,9 @@ def test_exchanged_offsets_of_a_program_that_says_no_mesh(tmp_path: Path) -> Non
     _only_these_differ(changed(folder, lambda boxes: _exchange(boxes, one, other, which=1)), one, other)
 
 
-def test_a_file_that_is_missing(llama: Path) -> None:
-    """The mesh has it or, in files of another program, a number between others, and elements that no file has."""
-    (llama / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    done = command("verify", store.checkpoint("llama"), llama)
-    assert (done.returncode, done.stdout) == (2, "INCOMPLETE\n")
-
-
 def test_every_box_of_a_tensor_is_missing(llama: Path) -> None:
     found = changed(llama, lambda boxes: [of.pop(GATE, None) for of in boxes] and None)
     assert f"{GATE}, of '{GATE}'" in found.missing
-
-
-def test_what_the_manifest_says_of_the_files(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(written("phi3", tp=4), tmp_path / "out"))
-    document = json.loads((folder / "reshard.json").read_text())
-    document["ranks"][2]["files"][0]["checksum"] = "0" * 16
-    (folder / "reshard.json").write_text(json.dumps(document))
-    assert any("checksum" in line for line in exact(folder, "phi3").problems)
-
-
-def test_the_mesh_in_the_headers(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(written("llama", tp=2), tmp_path / "out"))
-    (folder / "reshard.json").unlink()
-    for file in folder.glob("*.safetensors"):
-        header = read_header(file)
-        said = json.loads(header.metadata["reshard"])
-        said["source"] = "0" * len(said["source"])
-        write_boxes(file, boxes_of(file), {**header.metadata, "reshard": json.dumps(said)})
-    found = exact(folder, "llama")
-    assert {difference.file for difference in found.configs} == {file.name for file in folder.glob("*.safetensors")}
 
 
 def test_files_of_several_parts(tmp_path: Path) -> None:
@@ -420,10 +388,7 @@ def test_correct_boxes_compute_the_same() -> None:
 FORWARD: dict[str, tuple[Change, str]] = {
     "boxes of two tensors": (lambda boxes: _exchange(boxes, (0, GATE), (0, UP), which=2), ".1."),
     "boxes of two ranks": (lambda boxes: _exchange(boxes, (1, GATE), (2, GATE), which=2), ".1."),
-    "two layers": (
-        lambda boxes: _exchange(boxes, (3, GATE), (3, GATE.replace(".1.", ".2.")), which=2),
-        ".1.",
-    ),
+    "two layers": (lambda boxes: _exchange(boxes, (3, GATE), (3, GATE.replace(".1.", ".2.")), which=2), ".1."),
     "rows of the vocabulary": (
         lambda boxes: _exchange(boxes, (0, "model.embed_tokens.weight"), (1, "model.embed_tokens.weight"), which=2),
         "embedding",
@@ -442,17 +407,3 @@ def test_the_forward_alone_sees_exchanged_boxes(tmp_path: Path) -> None:
         ratio = max(row.ratio for row in report.layers)
         assert not report.is_same and ratio > 1000, (fault, ratio)
         assert place in f"{report.first}.", (fault, report.first)
-
-
-@thorough
-def test_the_command(tmp_path: Path) -> None:
-    original = store.checkpoint("llama")
-    done = command("verify", original, written("llama", tp=4), "--json")
-    document = json.loads(done.stdout)
-    assert done.returncode == 0 and document["verdict"] == "same" and document["forward"]["is_same"]
-    assert document["exact"]["format"] == "transformers" and document["forward"]["ranks"] == 1
-    folder = Path(shutil.copytree(written("llama", tp=4), tmp_path / "out"))
-    changed(folder, FORWARD["boxes of two tensors"][0])
-    done = command("verify", original, folder)
-    assert done.returncode == 1 and "in the format transformers" in done.stdout
-    assert f"'{GATE}' at [0, 0] on rank 0, in '{GATE}'" in done.stdout and "<- different" in done.stdout

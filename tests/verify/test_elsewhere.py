@@ -16,7 +16,7 @@ from reshard.system import Share
 from reshard.verify.bytes import reading
 from tests import store as made
 from tests.marks import thorough
-from tests.stores.hub_server import HubServer
+from tests.stores.hub_server import hub_with
 from tests.stores.store_server import StoreServer, dropped, status, upload
 from tests.stores.test_remote_ranges import in_process
 from tests.support import change_tensor, command
@@ -177,9 +177,7 @@ def test_shards_on_the_hub(tmp_path: Path) -> None:
     original, shards = made.checkpoint("llama"), tmp_path / "shards"
     split(original, shards, tp=2)
     (shards / "big.gguf").write_bytes(b"x")
-    with HubServer(tmp_path / "hub") as hub:
-        hub.root.joinpath("org").mkdir(parents=True)
-        (hub.root / "org" / "shards").symlink_to(shards)
+    with hub_with(tmp_path, "shards", shards) as hub:
         environment = hub.environment(tmp_path / "home")
         done = in_process("verify", original, "org/shards", "--exact-only", "--json", environment=environment)
     found = json.loads(done.stdout)["exact"]

@@ -65,10 +65,7 @@ FAULTS = {
         ("shared.weight", "encoder.block embedding"),
     ],
     "mt5": [("lm_head.weight", "logits")],
-    "bart": [
-        (_LAYER.format(1) + ".v_proj.weight", _LAYER.format(1) + ".out_proj"),
-        ("final_logits_bias", "logits"),
-    ],
+    "bart": [(_LAYER.format(1) + ".v_proj.weight", _LAYER.format(1) + ".out_proj"), ("final_logits_bias", "logits")],
     "marian-two-vocabularies": [("model.decoder.embed_tokens.weight", "model.decoder.layers embedding")],
     "bart-causal": [
         (_LAYER.format(0) + ".k_proj.bias", None),

@@ -26,7 +26,7 @@ from reshard.verify.bytes import blocks, folder
 from reshard.verify.bytes.exact import verify_exact
 from reshard.verify.bytes.exact_report import ExactReport
 from tests.marks import thorough
-from tests.support import LLAMA, write_checkpoint
+from tests.support import LLAMA, changed_json, write_checkpoint
 
 RANK = "rank-01-of-02"
 
@@ -195,10 +195,9 @@ def test_aliases_of_tied_weights(tmp_path: Path) -> None:
     split(original, tmp_path / "shards", tp=2)
     assert lines(report(original, tmp_path / "shards")) == []
     manifest = tmp_path / "shards/reshard.json"
-    document = json.loads(manifest.read_text())
-    assert document["source"]["aliases"]
-    document["source"]["aliases"] = {}
-    manifest.write_text(json.dumps(document))
+    with changed_json(manifest) as document:
+        assert document["source"]["aliases"]
+        document["source"]["aliases"] = {}
     (line,) = lines(report(original, tmp_path / "shards"))
     assert line.startswith("reshard.json: 'source.aliases")
 
@@ -227,11 +226,10 @@ def test_a_source_file_that_is_no_longer_what_merge_expects(made: tuple[Path, Pa
     original, shards = made
     for place in ("source", "ranks"):
         copied = Path(shutil.copytree(shards, tmp_path / place))
-        document = json.loads((copied / "reshard.json").read_text())
-        files = document["source"]["files"] if place == "source" else document["ranks"][1]["files"]
-        entry = next(file for file in files if file["name"].endswith(".safetensors"))
-        entry["checksum"] = "0123456789abcdef"
-        (copied / "reshard.json").write_text(json.dumps(document))
+        with changed_json(copied / "reshard.json") as document:
+            files = document["source"]["files"] if place == "source" else document["ranks"][1]["files"]
+            entry = next(file for file in files if file["name"].endswith(".safetensors"))
+            entry["checksum"] = "0123456789abcdef"
         (line,) = lines(report(original, copied))
         assert (
             line.startswith("reshard.json: the checksum of ") and entry["name"] in line and "0123456789abcdef" in line

@@ -62,10 +62,7 @@ def test_a_wrong_list_of_float32_is_seen(
     model, right = store.checkpoint("deepseek_v3"), Architecture.stays_float32
     split(model, tmp_path / "right", dtype="bf16", **form)
     assert verify(model, tmp_path / "right", dtype="bf16", exact_only=True).verdict == "same"
-    wrongly = {
-        "all are cast": lambda *_: False,
-        "norms stay, too": lambda *of: right(*of) or "norm" in of[1],
-    }
+    wrongly = {"all are cast": lambda *_: False, "norms stay, too": lambda *of: right(*of) or "norm" in of[1]}
     monkeypatch.setattr(Architecture, "stays_float32", wrongly[wrong])
     split(model, tmp_path / "out", dtype="bf16", **form)
     answer = verify(model, tmp_path / "out", dtype="bf16", exact_only=True)

@@ -163,8 +163,7 @@ def test_a_rank_that_has_its_turn_for_ever_is_named() -> None:
     """The others have not come as far as to wait in a collective. No thread is left."""
     before = threading.active_count()
     with pytest.raises(
-        RankError,
-        match=r"^rank 0 did not come to its next collective, where rank 1 waited 1\.5 s; rank 0 was at",
+        RankError, match=r"^rank 0 did not come to its next collective, where rank 1 waited 1\.5 s; rank 0 was at"
     ):
         run_ranks(computes_for_ever, 2, timeout=1.5)
     assert threading.active_count() == before

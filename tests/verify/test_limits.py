@@ -21,7 +21,7 @@ from reshard.verify.rank.group import RankError
 from reshard.verify.report.answer import power_in_words
 from tests import store, zoo
 from tests.marks import thorough
-from tests.support import change_tensor, changed_tensors, command
+from tests.support import change_tensor, changed_json, changed_tensors, command
 from tests.verify.faults import Shards
 from tests.verify.forwards import run_forwards
 
@@ -160,9 +160,8 @@ def test_attention_that_is_sparse_for_long_inputs_alone(tmp_path: Path) -> None:
     found = []
     for block in (64, 2):
         original = zoo.save("big_bird", tmp_path / f"blocks-of-{block}")
-        config = json.loads((original / "config.json").read_text())
-        config |= {"attention_type": "block_sparse", "block_size": block, "num_random_blocks": 1}
-        (original / "config.json").write_text(json.dumps(config))
+        with changed_json(original / "config.json") as config:
+            config |= {"attention_type": "block_sparse", "block_size": block, "num_random_blocks": 1}
         found.append(pair(original, 4))
     for report in run_forwards(found, ForwardOptions(draws=4)):
         assert report.is_same, report.verdict

@@ -28,7 +28,7 @@ from reshard.verify.loader.watch import SMALL, Creation, NotFollowedError
 from reshard.verify.loader.witness import answer, judge
 from tests import store
 from tests.marks import thorough
-from tests.support import change_tensor, command, form_of
+from tests.support import change_tensor, command, form_of, python_with
 from tests.verify.test_launch import assert_gone
 from tests.wrong_rules import exchanged
 
@@ -284,10 +284,7 @@ def _python(folder: Path, module: str) -> Path:
     folder.mkdir()
     (folder / "transformers.py").write_text(module)
     (folder / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    return python
+    return python_with(folder / "python", folder)
 
 
 MOVED = "__version__ = '9.0'"
@@ -413,9 +410,7 @@ def test_an_adapter_of_torchtitan_is_the_witness(changed: str, verdict: str, tmp
     version.mkdir()
     (version / "METADATA").write_text("Name: torchtitan\nVersion: 9.0\n")
     (package / "state_dict_adapter.py").write_text(TITAN + changed)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    python = python_with(tmp_path / "python", tmp_path)
     original = store.checkpoint("qwen3")
     split(original, tmp_path / "out", tp=2, format="torchtitan")
     found = verify(original, tmp_path / "out", exact_only=True, loader=str(python))
@@ -510,9 +505,7 @@ def test_both_ranks_of_sglang_are_played_in_one_process(changed: str, verdict: s
         file = tmp_path / f"sglang/{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + (changed if name.endswith("/loader") else ""))
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    python = python_with(tmp_path / "python", tmp_path)
     original = store.checkpoint("llama")
     split(original, tmp_path / "out", tp=2, format="sglang")
     found = verify(original, tmp_path / "out", exact_only=True, loader=str(python))

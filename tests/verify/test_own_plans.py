@@ -27,7 +27,7 @@ from reshard.verify.forward.compare import ForwardOptions, ForwardReport, run_fo
 from reshard.verify.rank.group import RankError
 from tests import zoo
 from tests.marks import of_ranks, thorough
-from tests.support import change_json, command
+from tests.support import change_json, command, ok
 from tests.verify.by_hand import by_hand
 from tests.verify.by_hand import command as by_hand_command
 from tests.verify.forwards import run_forwards
@@ -53,8 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(name: str) -> Path:
         if not (root / name).exists():
             zoo.save(name, root / name)
-            saved = command("plan", root / name, "--save", root / f"{name}.toml")
-            assert saved.returncode == 0, saved.stderr
+            ok("plan", root / name, "--save", root / f"{name}.toml")
         return root / name
 
     return get
@@ -116,8 +115,7 @@ def test_bytes_by_a_plan_of_the_users_say_so(model: Callable[[str], Path], tmp_p
     original, shards = model("phi3"), tmp_path / "shards"
     plan = edited(original, tmp_path / "wrong.toml", dealt("packed hidden", QKV, PHI3))
     split(original, shards, tp=2, plan_file=plan)
-    done = command("verify", original, shards, "--plan", plan, "--exact-only")
-    assert done.returncode == 0
+    done = ok("verify", original, shards, "--plan", plan, "--exact-only")
     assert "Only the forward pass can tell if that plan is right." in done.stdout.splitlines()[-1]
     assert f"{QKV} is 'packed hidden', built in " in done.stdout
     # A plan that says what the built-in rules say is no other plan.

@@ -331,16 +331,6 @@ def test_json_has_all_that_the_page_has(real: tuple[Path, dict[str, Any]]) -> No
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = browser.find()
-    if program is None:
-        assert not os.environ.get("CI"), "no Chromium, and CI must have one: apt-get install chromium"
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    with Browser(program, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, real: tuple[Path, dict[str, Any]]) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pages")
     for name, document in DOCUMENTS.items():

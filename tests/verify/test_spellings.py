@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests import store
 from tests.marks import one_of_each
 from tests.model.test_spellings import State, below, distributed, modules_of, plain, root_changed, wrapped
-from tests.support import change_tensor, command
+from tests.support import change_tensor, command, ok
 
 SPELLINGS: dict[str, Callable[[State], State]] = {
     "published": lambda state: state, "of modules": lambda state: state, "without the root": root_changed,
@@ -40,8 +40,7 @@ def shards_of(kind: str, source: Path, folder: Path) -> Path:
     if kind == "torch's":
         distributed(load_file(source / "model.safetensors"), folder, source)
     else:
-        done = command("split", source, folder, *SHARDS[kind])
-        assert done.returncode == 0, done.stderr
+        ok("split", source, folder, *SHARDS[kind])
     return folder
 
 
@@ -58,8 +57,7 @@ def shards_of(kind: str, source: Path, folder: Path) -> Path:
 def test_tensors_are_compared_and_not_names(name: str, kind: str, one: str, other: str, tmp_path: Path) -> None:
     original, source = spelled(name, one, tmp_path / "original"), spelled(name, other, tmp_path / "source")
     shards = shards_of(kind, source, tmp_path / "shards")
-    done = command("verify", original, shards, "--exact-only")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ok("verify", original, shards, "--exact-only")
     if kind in ("ranks", "vllm", "dcp"):
         names = [load_file(folder / "model.safetensors").keys() for folder in (original, source)]
         assert ("or of other names" in done.stdout) == (names[0] != names[1]), done.stdout
@@ -100,5 +98,4 @@ def test_a_tensor_that_lacks_or_is_too_many_is_named(one: str, tmp_path: Path) -
 )
 def test_the_forward_runs_whatever_the_names(one: str, other: str, tmp_path: Path) -> None:
     original, shards = spelled("qwen3_moe", one, tmp_path / "original"), spelled("qwen3_moe", other, tmp_path / "out")
-    done = command("verify", original, shards, "--seq", "8")
-    assert done.returncode == 0 and "The forward pass sees no difference" in done.stdout, done.stdout + done.stderr
+    assert "The forward pass sees no difference" in ok("verify", original, shards, "--seq", "8").stdout

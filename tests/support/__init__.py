@@ -9,16 +9,18 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any, TextIO
 from unittest import mock
 
+import click
 import numpy as np
 
 from reshard.__main__ import main
+from reshard.cli.commands import cli
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.mesh.plan import Box, Plan
 
@@ -64,6 +66,14 @@ def write_file(path: Path, tensors: list[Tensor], seed: int = 0) -> None:
     """A safetensors file of random bytes."""
     data = np.random.default_rng(seed).bytes(sum(tensor_bytes(*t) for t in tensors))
     path.write_bytes(build_header(tensors, {"format": "pt"}) + data)
+
+
+def write_folder(folder: Path, config: Mapping[str, object], tensors: list[Tensor]) -> Path:
+    """A checkpoint of these tensors, in one file, with random bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_file(folder / "model.safetensors", tensors)
+    return folder
 
 
 def trained_checkpoint() -> Path:
@@ -124,6 +134,14 @@ def without_sums(folder: Path) -> dict[str, bytes]:
     return found | {"reshard.json": json.dumps(manifest).encode()}
 
 
+def python_with(program: Path, *folders: Path) -> Path:
+    """Writes a program that is this Python, which finds modules in these folders, too."""
+    path = os.pathsep.join(map(str, folders))
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
 def form_of(words: str | None) -> dict[str, Any]:
     """The arguments of ``split`` for a format in words: its name, and ``modules`` for the names of modules."""
     form, *names = words.split() if words else [None]
@@ -133,6 +151,14 @@ def form_of(words: str | None) -> dict[str, Any]:
 def change_json(path: Path, **settings: object) -> None:
     """Set entries of a document, in place."""
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@contextmanager
+def changed_json(path: Path) -> Iterator[Any]:
+    """A document, which is written at the end with what has been changed in it."""
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document))
 
 
 @contextmanager
@@ -153,6 +179,13 @@ def change_tensor(path: Path, name: str, *, at: int = 0, flip: int = 1) -> None:
         byte = file.read(1)[0]
         file.seek(info.offset + at)
         file.write(bytes([byte ^ flip]))
+
+
+def command_named(name: str) -> click.Command:
+    """The command of reshard of this name."""
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None, name
+    return found
 
 
 def command(
@@ -178,6 +211,37 @@ def command(
             code = stop.code
     texts = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
     return CompletedProcess([*map(str, arguments)], code if isinstance(code, int) else int(bool(code)), *texts)
+
+
+def ok(*arguments: str | Path, **options: Any) -> CompletedProcess[str]:
+    """What a command that must succeed printed; the arguments are those of ``command``."""
+    done = command(*arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def refused(*arguments: str | Path, code: int = 2, **options: Any) -> str:
+    """What a command that must fail with this code says on its standard error."""
+    done = command(*arguments, **options)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    return done.stderr
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def bytes_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, the shape and the bytes of all tensors of a folder's safetensors files."""
+    return {
+        info.name: (info.dtype, info.shape, content[info.offset : info.offset + info.nbytes])
+        for file in sorted(folder.glob("*.safetensors"))
+        for content in (file.read_bytes(),)
+        for info in read_header(file).tensors.values()
+    }
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,9 +126,20 @@ def share_of_launcher(environment: Mapping[str, str] = os.environ) -> Share:
 _LIBRARY = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends (Linux only)."""
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+
 def cpu_count() -> int:
-    """The processors of this machine."""
-    return os.cpu_count() or 1
+    """The processors of this machine that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def reserve(descriptor: int, nbytes: int) -> None:

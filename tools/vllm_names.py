@@ -88,7 +88,7 @@ Held = Mapping[tuple[int, str], tuple[str, tuple[int, ...], bytes]]
 UNTIED = "+untied"
 """The ending of the name of a second model: one whose head is tied becomes the same with a head of its own."""
 TEXT = ":"
-"""What stands between the names of two models: that with towers has the second as its language model."""
+"""The text between the names of two models: that with towers has the second as its language model."""
 HEAD, TABLES = "lm_head.weight", ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 
 

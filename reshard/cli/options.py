@@ -294,7 +294,7 @@ _ALL = (
     Option("--cache-dir", group=_RARE, type=PATH, metavar="DIR", help="The Hub's cache; default: HF_HUB_CACHE."),
     Option("--download", group=_WHERE, is_flag=True, help="Download the repository first, into the cache."),
     Option("--workers", group=_HOW, type=click.IntRange(min=1), metavar="N",
-           help="Threads; default: one a core, 2 to 8."),
+           help="Threads or processes; default: by the cores."),
     Option("--dry-run", group=_HOW, is_flag=True, help="Check everything and write nothing."),
     Option("--moves", group=_RARE, is_flag=True, help="Print what would go from where to where; write nothing."),
     Option("--overwrite", group=_OUTPUT, is_flag=True, help="Replace OUT at the end (in a bucket: at the start)."),

@@ -115,7 +115,7 @@ def split_command(ranks: tuple[int | None, ...], **options: Any) -> None:
     --enable-expert-parallel. A format that any number of ranks can load needs no degree. A LoRA adapter is converted to
     a format of adapters, such as peft, as a whole.
 
-    If a run is interrupted or killed, the same command goes on from there: at most 64 MB a thread are lost (with
+    If a run is interrupted or killed, the same command goes on from there: at most 64 MB a worker are lost (with
     --no-checksum, all unfinished files). Several processes, also on machines that share a disk, can write one OUT:
     --rank gives each its ranks, --part its share of the files. With 'auto', Slurm, torchrun, MPI or another launcher
     says which ranks or part.

@@ -1,11 +1,12 @@
-"""The engine: moves tensors between files, in one pass, in bounded memory, in a few threads.
+"""The engine: moves tensors between files, in one pass, in bounded memory, in a few threads or processes.
 
 It knows byte ranges only: no dtype, no model. A job is a tensor; jobs come in the order of the source. Each job is cut
 into slabs (see ``reshard.move.slabs``), which threads read, check, rearrange and write: all of it releases Python's
 lock. The calling thread opens and finishes the files, and adds up what the others report.
 
 Bytes are written while the processor's cache still has them. Each thread has its own stretch of the jobs, so that two
-threads seldom write to the same file. A thread that is done helps with the other stretches.
+threads seldom write to the same file. A thread that is done helps with the other stretches. Where bytes are computed,
+processes take the place of threads: numpy's calls are short, and Python's lock is one for all threads.
 
 ``fill`` puts what a slab writes into memory: for one who wants the bytes and no file.
 """
@@ -21,7 +22,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -37,6 +38,7 @@ from reshard.move.reading import ByteArray, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.records import Finished, Moved, Read
 from reshard.source.source import SourceFile
+from reshard.store.processes import Drawn, can_fork, work_apart
 from reshard.store.threads import Shared, StoppedError, work_together
 from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 
@@ -63,10 +65,13 @@ def move(
     thread that waits for a remote answer ends with that, and writes no more.
     """
     sums = Sums(sources)
-    allow_open_files(len(writing) + options.threads * len(sums.of) + 256)  # each thread opens what it reads
     sizes, steps, busy = options.sizes, Steps(jobs, options.sizes), set[FilePlan | None]()
-    work = sum(job.work(sizes.small) for job in jobs)
-    count = max(1, min(options.threads, work // sizes.step))  # at most one for each step
+    is_remote = any(file.is_elsewhere for file in sums.of)
+    is_computed = any(job.route.change is not None for job in jobs) or any(file.remote is not None for file in sums.of)
+    is_apart = is_computed and not is_remote and can_fork()
+    work, workers = sum(job.work(sizes.small) for job in jobs), options.processes if is_apart else options.threads
+    count = max(1, min(workers, work // sizes.step))  # at most one for each step
+    allow_open_files(len(writing) + count * len(sums.of) + 256)  # each thread opens what it reads
     complete, taken_over, shared = set[tuple[int, int]](), 0, dict[Read, Read]()
 
     @cache
@@ -131,9 +136,10 @@ def move(
                 lambda _, report: Mover(writing, options, busy, report).take_over(records, steps, sums.of, files),
                 take_over,
             )
-        stretches = [Shared(steps.left(part, is_left)) for part in stretches_of(jobs, count, sizes.small)]
-        is_remote = any(file.is_elsewhere for file in sums.of)
-        work_together(
+        together = partial(work_apart, known=[*files, *sums.of]) if is_apart and count > 1 else work_together
+        share = Shared if together is work_together else Drawn
+        stretches = [share(steps.left(part, is_left)) for part in stretches_of(jobs, count, sizes.small)]
+        together(
             count,
             lambda number, report: Mover(writing, options, busy, report).carry_out(
                 itertools.chain(*stretches[number:], *stretches[:number]), is_remote=is_remote

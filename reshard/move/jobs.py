@@ -218,12 +218,17 @@ class Sizes:
 DEFAULT = Sizes()
 """The default sizes."""
 
+MOST = 32
+"""The most processes by default: what they report costs the one that adds it up 1 s for 27 to 50 GB, and each computes
+up to 1 GB in a second.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Settings of a move.
 
-    ``workers``: the number of threads, by default one a core, two to eight.
+    ``workers``: the number of threads, by default one a core, two to eight; or of processes that compute, one a core.
     ``checksum``: checksums are recorded, and compared with recorded ones.
     ``fsync``: the output is flushed to the disk before it gets its name.
     ``sizes``: how much is moved at a time.
@@ -238,3 +243,8 @@ class Options:
     def threads(self) -> int:
         """The number of threads."""
         return self.workers or max(2, min(8, cpu_count()))
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.workers or min(MOST, cpu_count())

@@ -172,6 +172,9 @@ class Slab:
 class Route(ABC):
     """The way of a tensor from one layout to another."""
 
+    change: Change | None = None
+    """The change of each element on the way."""
+
     @abstractmethod
     def slabs(self, budget: int) -> Iterator[Slab]:
         """Steps of about ``budget`` bytes of buffer each, in the order of the source."""
@@ -205,7 +208,7 @@ class Transfer(Route):
         Without ``compare`` only one of several replicas is read. Without ``zeros`` the source's padding is not read,
         and may hold anything. Raises PlanError if a cut falls within a byte.
         """
-        self._compare, self._zeros, self._change = compare, zeros, change
+        self._compare, self._zeros, self.change = compare, zeros, change
         sources = [(rank, piece) for rank, pieces in sorted(source.pieces.items()) for piece in pieces]
         targets = [(rank, piece) for rank, pieces in sorted(target.pieces.items()) if rank in ranks for piece in pieces]
         dims, self._order = _dims(
@@ -264,7 +267,7 @@ class Transfer(Route):
 
     def _is_flat(self, depth: int) -> bool:
         """Whether plain byte ranges are read and written from a dimension on."""
-        return depth == len(self._order) - 1 and self._change is None
+        return depth == len(self._order) - 1 and self.change is None
 
     def _cost(self, depth: int, segment: Segment) -> int:
         """Bytes of buffer for one index of a segment."""
@@ -283,7 +286,7 @@ class Transfer(Route):
         order = [d for d in self._order if d >= depth]
         sources = _Regions(self._sources, lead, start, end, sorted(order), self._tails[0])
         targets = _Regions(self._targets, lead, start, end, order, self._tails[1])
-        edit = _edit(self._change, [d - depth for d in order])
+        edit = _edit(self.change, [d - depth for d in order])
         copies, checks = list[Copy](), list[Copy]()
         for cell in ((first, *rest) for first in group for rest in self._cuts.cells(depth + 1, first)):
             holders, is_data = sorted(cell[-1].sources), cell[-1].is_data

@@ -56,7 +56,7 @@ class RankNames(NamedTuple):
     renamed: dict[str, str]
     """The names by those of the model, where they differ."""
     spelling: str | None = None
-    """Whose names they are, if not the published ones."""
+    """Their kind, if they are not the published ones."""
     note: str | None = None
     """The reason why they are not those of the source, which were asked for."""
 

@@ -41,12 +41,15 @@ class StoppedError(Exception):
     """In a thread for whose work nobody waits any more."""
 
 
-def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], take: Callable[[T], None]) -> None:
+def work_together(
+    count: int, work: Callable[[int, Callable[[T], None]], None], take: Callable[[T], None],
+    stop: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Call ``work(number, report)`` for each number below ``count``, each in its own thread.
 
     ``take`` is called in this thread with every report. If the system allows fewer threads, the highest numbers are
     not run: ``work`` must do without them. Raises the first error. Then, and after Ctrl-C, the threads get a
-    StoppedError when they report, and are waited for, but not for long.
+    StoppedError when they report, and are waited for, but not for long: ``stop`` ends what they wait for.
     """
     answers: SimpleQueue[tuple[T] | Future[None]] = SimpleQueue()
     stopped = threading.Event()
@@ -74,6 +77,7 @@ def work_together(count: int, work: Callable[[int, Callable[[T], None]], None], 
                     take(*answer)
     finally:
         stopped.set()
+        stop()
         threads.close(WAKE)
 
 

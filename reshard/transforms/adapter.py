@@ -43,13 +43,13 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
     dtype, (*_, rows, columns), size = weight.dtype, weight.shape, DTYPE_BITS[weight.dtype] // 8
 
     def compute(arithmetic: Arithmetic, first: int, last: int) -> NDArray[Any]:
-        def floats(tensor: Tensor) -> Floats:
+        def floats(tensor: Tensor) -> NDArray[np.float32]:
             nbytes = tensor_bytes("", tensor.dtype, tensor.shape)
 
             @np.errstate(over="ignore")  # the sum is checked
-            def read() -> Floats:
+            def read() -> NDArray[np.float32]:
                 codes = np.frombuffer(tensor.content.read(arithmetic, 0, nbytes), CODES[tensor.dtype])
-                return as_float32(codes, tensor.dtype).astype(np.float64).reshape(tensor.shape)
+                return as_float32(codes, tensor.dtype).reshape(tensor.shape)
 
             return _FACTORS.get(tensor.content, read)
 
@@ -68,21 +68,22 @@ def _added(name: str, weight: Tensor, content: Content, terms: Sequence[Term]) -
             column, row = (begin_of, start) if term.along else (0, start + begin_of)
             across, down = (step_of, 1) if term.along else (1, step_of)
             low, high = (min(max(-((row - edge) // down), 0), len(a)) for edge in (top, bottom))
-            scale, b = np.float64(np.float32(term.product.scale)), np.ascontiguousarray(b)
-            step = max(1, _TILE // b.shape[1])
+            scale, right = np.float64(np.float32(term.product.scale)), np.ascontiguousarray(b, np.float64)
+            step = max(1, _TILE // right.shape[1])
             for at in range(low, high, step):
                 until = min(at + step, high)
                 rows_of = slice(row + at * down - top, row + (until - 1) * down + 1 - top, down)
-                block = lines[rows_of, column : column + (b.shape[1] - 1) * across + 1 : across]
-                block[:] = _sum(arithmetic, np.ascontiguousarray(block), name, dtype, a[at:until] * scale, b)
+                block = lines[rows_of, column : column + (right.shape[1] - 1) * across + 1 : across]
+                left = a[at:until].astype(np.float64) * scale
+                block[:] = _sum(arithmetic, np.ascontiguousarray(block), name, dtype, left, right)
         return whole
 
     factors = dict.fromkeys(factor.content for term in terms for factor in (term.product.a, term.product.b))
     return computed(compute, (content, *factors), (name, dtype, weight.shape, terms), size)
 
 
-_FACTORS = ArrayCache(256 << 20)
-"""A and B of the modules used last, in float64."""
+_FACTORS = ArrayCache(128 << 20)
+"""A and B of the modules used last, in float32."""
 
 
 def _sum(arithmetic: Arithmetic, block: NDArray[Any], name: str, dtype: str, a: Floats, b: Floats) -> NDArray[Any]:

@@ -7,6 +7,7 @@ where a rank's part ends, and a weight is read twice: for its scales, which stan
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -107,8 +108,10 @@ def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _st
             f"the types are {', '.join(what_stays()[1])}",
         )
     contents, lost, modules = dict[str, Tensor](), dict[str, NDArray[np.float64]](), list[str]()
-    stay = dict.fromkeys(what_stays()[0].values(), 0)
-    for key, tensor in tensors_of(source).items():
+    stay, tensors, row = dict.fromkeys(what_stays()[0].values(), 0), tensors_of(source), 0
+    rows = sum(-(-tensor.shape[0] // BLOCK) for tensor in tensors.values() if tensor.shape)
+    lost_of_all = np.frombuffer(mmap.mmap(-1, 16 * (rows + 1))).reshape(-1, 2)  # also of the processes that compute
+    for key, tensor in tensors.items():
         contents[key] = tensor
         if len(tensor.shape) < 2:
             continue
@@ -121,7 +124,7 @@ def quantize(source: Source, name: str, stays: Callable[[str], str | None] = _st
             raise PlanError(f"{what} cannot be quantized to {NAME}: {why}")
         else:
             grid = tuple(-(-size // BLOCK) for size in tensor.shape)
-            lost[key] = np.zeros((grid[0], 2))
+            lost[key] = lost_of_all[row : (row := row + grid[0])]
             codes, scales = in_blocks(key, tensor, lost[key])
             contents |= {key: Tensor(PACKED, tensor.shape, codes), f"{key}_scale_inv": Tensor("F32", grid, scales)}
     listed_modules = dict.fromkeys([*modules, "lm_head"])  # a tied one, too

@@ -42,7 +42,8 @@ from reshard.model.naming import LoraError
 from reshard.publishing.journal import unfinished_command, unfinished_parts
 from reshard.source.access import Place
 from reshard.source.folder import Folder
-from reshard.source.lora import LoraRun, find_lora, open_alone, open_base
+from reshard.source.lora import find_lora, open_alone, open_base
+from reshard.source.lora_side import LoraRun
 from reshard.source.opening import find, open_folder
 from reshard.source.program_files import readings, weights_folder
 from reshard.source.recognition import recognise

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.checkpoint import (
@@ -28,11 +28,8 @@ from reshard.formats.notation.format_file import format_of, with_names
 from reshard.formats.store import FilePath, StoredPath, is_in, joined, name_in, read_ranges
 from reshard.mesh.plan import Plan
 from reshard.model.model import Model
+from reshard.source.lora_side import LoraSide
 from reshard.source.source import Source, SourceFile
-
-if TYPE_CHECKING:
-    from reshard.source.lora import LoraSide
-
 
 T = TypeVar("T")
 

@@ -165,7 +165,7 @@ def _open_full(folder: Folder, like: Model | None, adapted: Model | None, *, is_
     path, is_adapter = folder.path, folder.kind == "adapter"
     known = dict(adapted.config) if adapted is not None else None
     if folder.lora is not None:
-        checkpoint = folder.lora.checkpoint(folder)
+        checkpoint = folder.lora.checkpoint(folder.path, folder.weights, folder.config, folder.beginning)
     else:
         checkpoint = open_adapter(path, folder.config, known) if is_adapter else open_checkpoint(path, folder.weights)
     files, config, tensors = [*map(folder.file, checkpoint.files)], checkpoint.config, _with_aliases(checkpoint)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.formats.documents import json_bytes, read_config
 from reshard.formats.errors import CheckpointError, ReshardError
@@ -43,6 +43,7 @@ from reshard.placement.program_plan import made_config, program_plan
 from reshard.placement.stored import Chunks, name_at, stack_of, unstacked
 from reshard.source.completeness import check_complete, check_stored
 from reshard.source.folder import Folder
+from reshard.source.lora_side import LoraSide
 from reshard.source.program_files import (
     left_behind,
     numbered_globally,
@@ -55,9 +56,6 @@ from reshard.source.program_files import (
 )
 from reshard.source.source import UNSPLIT, ProgramFile, Source
 from reshard.source.training import Affix, Training, parts_of
-
-if TYPE_CHECKING:
-    from reshard.source.lora import LoraSide
 
 
 class _MisfitError(Exception):

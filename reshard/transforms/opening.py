@@ -17,7 +17,8 @@ from reshard.model.naming import LoraError
 from reshard.source.access import Access, Place
 from reshard.source.completeness import check_stored
 from reshard.source.folder import Folder
-from reshard.source.lora import SETTINGS_FILES, LoraRun, find_lora, open_alone, open_base
+from reshard.source.lora import find_lora, open_alone, open_base
+from reshard.source.lora_side import SETTINGS_FILES, LoraRun
 from reshard.source.opening import find, found_config, open_folder
 from reshard.source.recognition import recognise
 from reshard.source.source import Source

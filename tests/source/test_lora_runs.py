@@ -19,7 +19,8 @@ from reshard.api import inspect, merge, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.checkpoint import ADAPTER, ADAPTER_CONFIG
 from reshard.formats.wrappers import WRAPPERS
-from reshard.source.lora import META, apart
+from reshard.source.lora import apart
+from reshard.source.lora_side import META
 from tests import peft_adapters, store, zoo
 from tests.marks import examples, one_of_each
 from tests.programs.test_trainer_laws import save_fsdp, save_zero

@@ -50,7 +50,7 @@ def module_names(source: Source) -> dict[str, str]:
     return {name: found for name, found in spelled if found not in {name, None}}
 
 
-class RankNames(NamedTuple):
+class WrittenNames(NamedTuple):
     """The names of tensors in the folders of ranks."""
 
     renamed: dict[str, str]
@@ -61,16 +61,16 @@ class RankNames(NamedTuple):
     """The reason why they are not those of the source, which were asked for."""
 
 
-def rank_names(source: Source, names: str | None) -> RankNames:
+def rank_names(source: Source, names: str | None) -> WrittenNames:
     """The names of a source's tensors in the folders of ranks: those of the source, published ones or those of modules.
     Raises CheckpointError for names that are asked for by their kind and cannot be had.
     """
     if names == MODULES:
-        return RankNames(module_names(source), MODULES)
+        return WrittenNames(module_names(source), MODULES)
     if names == SOURCE_NAMES and source.names_of == MODULES:
         try:
-            return RankNames(module_names(source), MODULES)
+            return WrittenNames(module_names(source), MODULES)
         except CheckpointError as error:
             why = error.message.removeprefix(f"{source.path}: ")
-            return RankNames({}, note=f"ranks have the published names, as {why}")
-    return RankNames(published_names(source) if names == PUBLISHED else {})
+            return WrittenNames({}, note=f"ranks have the published names, as {why}")
+    return WrittenNames(published_names(source) if names == PUBLISHED else {})

@@ -38,7 +38,7 @@ from reshard.move.reading import ByteArray, Reader, Sums, Targets, ranges_of
 from reshard.move.slabs import Copy, Region, Route, Slab
 from reshard.publishing.records import Finished, Moved, Read
 from reshard.source.source import SourceFile
-from reshard.store.processes import Drawn, can_fork, work_apart
+from reshard.store.processes import SharedByForks, can_fork, work_apart
 from reshard.store.threads import Shared, StoppedError, work_together
 from reshard.system import allow_open_files, disk_error, disk_errors, reserve
 
@@ -137,7 +137,7 @@ def move(
                 take_over,
             )
         together = partial(work_apart, known=[*files, *sums.of]) if is_apart and count > 1 else work_together
-        share = Shared if together is work_together else Drawn
+        share = Shared if together is work_together else SharedByForks
         stretches = [share(steps.left(part, is_left)) for part in stretches_of(jobs, count, sizes.small)]
         together(
             count,

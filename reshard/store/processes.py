@@ -23,7 +23,7 @@ from reshard.system import end_with_parent
 
 T = TypeVar("T")
 S = TypeVar("S")
-Work = Callable[[int, Callable[[T], None]], None]
+SharedWork = Callable[[int, Callable[[T], None]], None]
 
 _HELD_BACK = {signal.SIGINT, signal.SIGTERM}
 
@@ -35,7 +35,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and "torch" not in sys.modules and len([*Path("/proc/self/task").iterdir()]) == 1
 
 
-class Drawn(Iterator[S]):
+class SharedByForks(Iterator[S]):
     """Items that processes share: each has all of them from before the fork, and takes those that no other has taken.
 
     A process that is killed as it takes one makes the others wait forever.
@@ -52,7 +52,7 @@ class Drawn(Iterator[S]):
         return next(islice(self._left, skipped, None))
 
 
-def work_apart(count: int, work: Work[T], take: Callable[[T], None], known: Iterable[object]) -> None:
+def work_apart(count: int, work: SharedWork[T], take: Callable[[T], None], known: Iterable[object]) -> None:
     """Do as ``work_together``, each number in a process of its own, which is killed after an error and Ctrl-C.
 
     Reports are pickled, but for the objects that are ``known`` from before. Raises CheckpointError if a process was
@@ -100,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
 class _Worker:
     """A process, and the pipe of its reports."""
 
-    def __init__(self, number: int, work: Work[Any], known: Mapping[int, object]) -> None:
+    def __init__(self, number: int, work: SharedWork[Any], known: Mapping[int, object]) -> None:
         self._known, parent = known, os.getpid()
         reads, writes = os.pipe()
         self._reports = os.fdopen(reads, "rb")
@@ -113,7 +113,7 @@ class _Worker:
             if not self._pid:
                 self._run(number, work, pipe, parent)
 
-    def _run(self, number: int, work: Work[Any], pipe: BinaryIO, parent: int) -> NoReturn:
+    def _run(self, number: int, work: SharedWork[Any], pipe: BinaryIO, parent: int) -> NoReturn:
         """Do the work in the new process, which ends without Python's clean-up: the other one has the same to do."""
 
         def send(report: object) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reshard.formats.errors import CheckpointError, MismatchError
-from reshard.store.processes import Drawn, work_apart
+from reshard.store.processes import SharedByForks, work_apart
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads do the work")
 
@@ -52,7 +52,7 @@ def test_all_that_is_reported_arrives_in_order(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_each_item_is_taken_once(count: int) -> None:
-    drawn, found = [Drawn(range(first, first + 100)) for first in (0, 100)], list[int]()
+    drawn, found = [SharedByForks(range(first, first + 100)) for first in (0, 100)], list[int]()
 
     def work(number: int, report: Callable[[int], None]) -> None:
         for items in drawn if number else reversed(drawn):

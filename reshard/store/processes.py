@@ -30,9 +30,11 @@ _HELD_BACK = {signal.SIGINT, signal.SIGTERM}
 
 def can_fork() -> bool:
     """Whether a copy of this process could work: it has no thread but this one, whose locks nobody would release there,
-    and no torch, which starts some unseen. macOS's own libraries forbid a copy.
+    and no torch, which starts some unseen; and it hears how a copy ends. macOS's own libraries forbid a copy.
     """
-    return sys.platform == "linux" and "torch" not in sys.modules and len([*Path("/proc/self/task").iterdir()]) == 1
+    if sys.platform != "linux" or "torch" in sys.modules or signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+        return False
+    return len([*Path("/proc/self/task").iterdir()]) == 1
 
 
 class SharedByForks(Iterator[S]):

@@ -166,11 +166,14 @@ def test_ctrl_c_while_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_with_threads_or_torch_is_not_copied() -> None:
-    """As a notebook, or a trainer."""
+    """As a notebook or a trainer, nor one that hears of no child's end."""
     program = """
-import sys, threading
+import signal, sys, threading
 from reshard.store.processes import can_fork
 print(can_fork())
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print(can_fork())
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 sys.modules["torch"] = sys
 print(can_fork())
 del sys.modules["torch"]
@@ -179,7 +182,7 @@ print(can_fork())
 """
     environment, command = os.environ | {"OPENBLAS_NUM_THREADS": "1"}, [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == ["True", "False", "False"]
+    assert done.stdout.split() == ["True", "False", "False", "False"]
 
 
 SCRIPT = """

@@ -233,7 +233,8 @@ def open_adapter(path: FilePath, base: FilePath | None, known: dict[str, Any] | 
     model = known or (read_config(config) if config is not None else None)
     if model is None:
         raise CheckpointError(
-            f"{path} is a PEFT adapter, and there is no config.json of the model that it changes ({brief(named)})",
+            f"{path} is a PEFT adapter, and there is no config.json of the model that it changes"
+            + (f" ({brief(named)})" if named else ""),
             "give a folder that has the model's config.json with --config DIR; or merge the adapter into the model: "
             "reshard merge ADAPTER --into BASE OUT",
         )

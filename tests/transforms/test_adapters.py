@@ -178,6 +178,7 @@ def test_inspect_says_what_split_would_say(tmp_path: Path) -> None:
     done = command("inspect", source)
     assert done.returncode == 0 and "PEFT adapter" in done.stdout and "merge it into its base" not in done.stdout
     assert "there is no config.json of the model that it changes" in done.stdout and "--config DIR" in done.stdout
+    assert "(null)" not in done.stdout
     local = adapter(tmp_path / "local", {"base_model_name_or_path": str(base)})
     found = inspect(local)
     assert (found.kind, found.model_type, found.refused, found.complete) == ("PEFT adapter", "llama", None, True)

@@ -56,7 +56,6 @@ class Observed:
     lines: Mapping[str, Line] = field(default_factory=dict)
     published: Mapping[str, Line] = field(default_factory=dict)
     """Lines for the names in its checkpoints, where they are not those of its architecture file."""
-    """Tensors that its class does not save."""
     reason: str | None = None
     beyond: str | None = None
     """Tensors of its modules that its checkpoints lack: buffers, or second names of tensors."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from reshard.move.jobs import ByteProgress, no_progress
 from reshard.move.reading import ByteArray
 from reshard.source.source import Source
 from reshard.store.threads import Shared, work_together
+from reshard.system import cpu_count
 from reshard.text import Comparison, align, human_bytes, plural, shape_text
 from reshard.transforms.tensors import ARITHMETIC, Content, tensors_of
 
@@ -239,7 +239,7 @@ def differences(
         progress(moved, total)
 
     names = Shared(compared_names)
-    work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, os.cpu_count() or 1), compare, compared)
+    work_together(_WORKERS_ELSEWHERE if elsewhere else min(_WORKERS, cpu_count()), compare, compared)
     there = [TensorDiff(n, THERE, (None, t.dtype), (None, t.shape)) for n, t in of_b.items() if n not in of_a]
     a.check_unchanged()
     b.check_unchanged()

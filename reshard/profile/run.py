@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from reshard.profile.cost import NotRun, recommend, whole_model
 from reshard.profile.job import LayerKind, ProfileJob, ProfileRequest, RankResult, Workload, layer_kinds, with_layers
 from reshard.profile.processes import Node, run_processes
 from reshard.profile.words import Profile
+from reshard.system import cpu_count
 from reshard.text import human_bytes, plural
 from reshard.verify.rank.device import count, has_bfloat16, resolve
 from reshard.verify.rank.group import MEMORY, RankError, machine_fault
@@ -68,7 +68,7 @@ def profile(folder: FilePath, node: Node, request: ProfileRequest, progress: Cal
 def node_of(request: ProfileRequest) -> Node:
     """The node that the ranks run on. Raises ReshardError for a GPU that is not there."""
     device = resolve(request.device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     if device != "cpu":
         gpus = count(device)
         if request.ranks is not None and request.ranks > gpus:

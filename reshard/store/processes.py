@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from reshard.formats.errors import CheckpointError, ReshardError
+from reshard.formats.errors import ReshardError
 from reshard.store.threads import work_together
 from reshard.system import end_with_parent
 
@@ -57,7 +57,7 @@ class SharedByForks(Iterator[S]):
 def work_apart(count: int, work: SharedWork[T], take: Callable[[T], None], known: Iterable[object]) -> None:
     """Do as ``work_together``, each number in a process of its own, which is killed after an error and Ctrl-C.
 
-    Reports are pickled, but for the objects that are ``known`` from before. Raises CheckpointError if a process was
+    Reports are pickled, but for the objects that are ``known`` from before. Raises ReshardError if a process was
     killed.
     """
     objects, workers = {id(each): each for each in known}, list[_Worker]()
@@ -145,7 +145,7 @@ class _Worker:
             os._exit(0)
 
     def listen(self, report: Callable[[Any], None]) -> None:
-        """Pass reports on until the work is done. Raises its error, or CheckpointError if the process was killed."""
+        """Pass reports on until the work is done. Raises its error, or ReshardError if the process was killed."""
         while True:
             unpickler = _Unpickler(self._reports)
             unpickler.known = self._known
@@ -154,7 +154,7 @@ class _Worker:
             except (EOFError, pickle.UnpicklingError):
                 status = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
                 name = signal.Signals(status.si_status).name if status and status.si_code != os.CLD_EXITED else "itself"
-                raise CheckpointError(
+                raise ReshardError(
                     f"a worker process was ended by {name}", "the machine may be short of memory: give fewer --workers"
                 ) from None
             if value is None:

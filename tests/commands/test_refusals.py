@@ -14,6 +14,7 @@ from reshard.api import load, merge, plan, split
 from reshard.formats.errors import CheckpointError, MismatchError, PlanError, ReshardError
 from reshard.formats.files.safetensors import build_header, read_header
 from reshard.mesh.degrees import valid_degrees
+from reshard.source.opening import open_source
 from tests.support import (
     LLAMA,
     change_tensor,
@@ -251,3 +252,12 @@ def test_nothing_is_changed_by_a_refusal(source, shards, tmp_path):
 def test_names_of_a_plan_without_a_format(names, source):
     with refused(PlanError, "names is not possible", "a plan of ranks has the model's names"):
         plan(source, tp=2, names=names)
+
+
+def test_an_index_that_changes_after_it_was_read(shards, tmp_path):
+    """It is read again where its content is written."""
+    merge(shards, tmp_path / "merged", max_shard_size="3KB")
+    opened = open_source(tmp_path / "merged")
+    rewrite(tmp_path / "merged" / "model.safetensors.index.json", lambda text: text + " ")
+    with refused(MismatchError, "model.safetensors.index.json", "was changed"):
+        opened.check_unchanged()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.formats.errors import CheckpointError, MismatchError
+from reshard.formats.errors import MismatchError, ReshardError
 from reshard.store.processes import SharedByForks, work_apart
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads do the work")
@@ -115,7 +115,7 @@ def test_a_process_that_is_killed(last: bytes) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    with pytest.raises(CheckpointError, match="a worker process was ended by SIGKILL") as error:
+    with pytest.raises(ReshardError, match="a worker process was ended by SIGKILL") as error:
         work_apart(2, work, lambda report: None, ())
     assert "memory" in str(error.value.hint)
 

@@ -23,6 +23,7 @@ from reshard.formats.quantization.fp8 import Error, Grid
 from reshard.formats.store import FilePath, open_file, unreadable
 from reshard.source.source import Source, SourceFile
 from reshard.store.threads import ArrayCache
+from reshard.system import cpu_count
 from reshard.verify.bytes.blocks import Array
 
 OPEN = 64
@@ -57,7 +58,7 @@ class Files:
     @property
     def workers(self) -> int:
         """The number of threads that should read: many if files are remote, because threads then wait for answers."""
-        return _WORKERS_ELSEWHERE if self._elsewhere else min(_WORKERS, os.cpu_count() or 1)
+        return _WORKERS_ELSEWHERE if self._elsewhere else min(_WORKERS, cpu_count())
 
     def read(self, path: FilePath, begin: int, nbytes: int) -> Array:
         """Bytes of a file. Raises CheckpointError if it cannot be read or is shorter, MismatchError if replaced."""

@@ -1,5 +1,8 @@
 """Writes ``formats/programs/vllm.json``: what vLLM makes of the tensors of each model type, from vLLM itself.
 
+With ``--program sglang`` it writes ``sglang.json``, from SGLang's model classes with towers, and
+``SGLANG_PYTHON -m tests.oracles.sglang.observe FOLDER DUMPS`` observes. All else is as said here of vLLM.
+
     python -m tools.vllm_names make FOLDER
     VLLM_PYTHON tests/oracles/vllm/observe.py FOLDER DUMPS
     python -m tools.vllm_names more FOLDER DUMPS      # and observe again
@@ -62,10 +65,47 @@ from tools.tables import MADE_WITH, by_reason, text_of
 from tools.transformers_names import NotExpressibleError, document_of, generalized, merged, rank_of
 from tools.transformers_names import Observed as Lines
 
-OUTPUT = PROGRAMS / "vllm.json"
-ORACLES = Path(__file__).parents[1] / "tests" / "oracles" / "vllm"
-FIXTURE = ORACLES / "zoo.json.xz"
-OBSERVED = ORACLES / "observed.json"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that is observed, and the files of what it holds. ``models`` are the models of the zoo; empty: all."""
+
+    name: str
+    title: str
+    models: tuple[str, ...] = ()
+
+    @property
+    def output(self) -> Path:
+        """The table of model types."""
+        return PROGRAMS / f"{self.name}.json"
+
+    @property
+    def oracles(self) -> Path:
+        """The folder of what only tests and this tool read."""
+        return Path(__file__).parents[1] / "tests" / "oracles" / self.name
+
+    @property
+    def fixture(self) -> Path:
+        """A hash of what each rank holds."""
+        return self.oracles / "zoo.json.xz"
+
+    @property
+    def observed(self) -> Path:
+        """Modules and errors."""
+        return self.oracles / "observed.json"
+
+
+VLLM = Program("vllm", "vLLM")
+SGLANG = Program("sglang", "SGLang", (
+    "qwen2_vl", "qwen2_vl+tied", "qwen2_5_vl", "qwen2_5_vl+tied", "qwen3_vl", "qwen3_vl_moe",
+    "internvl+untied", "internvl:qwen3+untied", "llava", "llava_onevision",
+    "llava_next_video", "gemma3", "mistral3+untied", "glm4v", "glm4v_moe", "llama4", "qwen3_5", "qwen3_5_moe",
+    "deepseek_vl", "janus", "lfm2_vl", "mllama", "paddleocr_vl", "step3p7", "gemma4", "minimax_m3_vl",
+    "qwen3_omni_moe_thinker", "idefics2", "ernie4_5_vl_moe",
+))  # fmt: skip
+"""Models with towers: those of text alone are described by ``sglang.toml``."""
+OUTPUT, ORACLES, FIXTURE, OBSERVED = VLLM.output, VLLM.oracles, VLLM.fixture, VLLM.observed
 REGISTRY = ORACLES / "registry.json"
 UNCOMPARED = "not compared with vLLM yet"
 LEVELS = {"lines": 3, "seen": 3, "refused": 2, "lacking": 0}
@@ -87,6 +127,8 @@ Held = Mapping[tuple[int, str], tuple[str, tuple[int, ...], bytes]]
 
 UNTIED = "+untied"
 """The ending of the name of a second model: one whose head is tied becomes the same with a head of its own."""
+TIED = "+tied"
+"""The ending of the name of a second model: the same whose head is the table of the vocabulary."""
 TEXT = ":"
 """The text between the names of two models: that with towers has the second as its language model."""
 ALONE = ("internvl-gpt_oss",)
@@ -168,6 +210,13 @@ def _filled(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     return filled
 
 
+def _joined(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others in their place, also within their parts."""
+    parts = {key: _joined(settings.get(key, {}), value) if isinstance(value, Mapping) else value
+             for key, value in more.items()}  # fmt: skip
+    return {**settings, **parts}
+
+
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: _untied(value) if isinstance(value, dict) else value for key, value in config.items()}
     return found | ({"tie_word_embeddings": False} if "tie_word_embeddings" in found or "text_config" in found else {})
@@ -179,14 +228,16 @@ def is_tied(checkpoint: Path) -> bool:
     return not any(name.endswith(HEAD) for name in names) and any(name.endswith(TABLES) for name in names)
 
 
-def make(name: str, folder: Path) -> None:
-    """Write the checkpoint of a model of the zoo; of some, with heads of the size that vLLM takes them to have."""
+def make(name: str, folder: Path, program: Program = VLLM) -> None:
+    """Write the checkpoint of a model of the zoo; of some, with sizes that the program takes for granted."""
     from tests import zoo
 
     digit, whole = DIGITS.search(name), DIGITS.sub("", name)
     plain = whole.removesuffix(UNTIED)
-    towers, _, text = plain.partition(TEXT)
-    settings = PUBLISHED["sizes"].get(towers, {})
+    towers, _, text = plain.removesuffix(TIED).partition(TEXT)
+    settings = _joined(PUBLISHED["sizes"].get(towers, {}), PUBLISHED.get(program.name, {}).get(towers, {}))
+    if plain.endswith(TIED):
+        settings = _joined(settings, {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}})
     if text:
         model_type, _, own = zoo.ZOO[text].build.args
         sizes = {**PUBLISHED["sizes"].get(text, {}), **settings.get("text_config", {})}
@@ -211,6 +262,7 @@ class Case:
     dump: Path
     failed: Mapping[str, str]
     digits: tuple[Case, ...] = ()
+    program: Program = VLLM
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -287,8 +339,9 @@ def _is_rounded(dtype: str, one: bytes, other: bytes) -> bool:
 
 def written(case: Case, format: Format, tp: int) -> Held:
     """Return the tensors that a format writes for these ranks. Raises ReshardError."""
-    with mock.patch.dict(READ, {"vllm": format}), tempfile.TemporaryDirectory() as folder:
-        split(case.checkpoint, Path(folder) / "out", tp=tp, format="vllm")
+    name = case.program.name
+    with mock.patch.dict(READ, {name: format}), tempfile.TemporaryDirectory() as folder:
+        split(case.checkpoint, Path(folder) / "out", tp=tp, format=name)
         return held_in(Path(folder) / "out")
 
 
@@ -351,9 +404,9 @@ class Found:
 
 
 @cache
-def general_rules() -> Format:
+def general_rules(program: Program = VLLM) -> Format:
     """The rules that hold for all types without lines of their own."""
-    return read_format(PROGRAMS / "vllm.toml", {})
+    return read_format(PROGRAMS / f"{program.name}.toml", {})
 
 
 class Reading:
@@ -362,9 +415,10 @@ class Reading:
     def __init__(self, case: Case, splits: Mapping[str, Line] | None = None) -> None:
         self._case, self._splits = case, splits or {}
         self._own = {t.name: (t.kind.pattern, t.kind) for t in case.model.tensors}
-        rules = general_rules().rules
+        format = general_rules(case.program)
+        rules = format.rules
         beyond = replace(rules, dropped=tuple(each for each in rules.dropped if each.beyond is not None))
-        for name in dropped_of(case.model, replace(general_rules(), rules=beyond)):
+        for name in dropped_of(case.model, replace(format, rules=beyond)):
             del self._own[name]
         self._sources = {name: np.frombuffer(data, "<u4").reshape(shape)
                          for (_, name), (dtype, shape, data) in _stored(case.checkpoint)
@@ -618,7 +672,8 @@ def judge(cases: Sequence[Case], names: list[str], format: Format) -> Verdict:
     for _ in range(2):
         try:
             verdict = describe(loaded, names, splits)
-            own = read_format(PROGRAMS / "vllm.toml", to_documents([verdict], {"modules": {}, "version": ""})[0])
+            table, _ = to_documents([verdict], {"modules": {}, "version": ""}, program=loaded[0].program)
+            own = read_format(PROGRAMS / f"{loaded[0].program.name}.toml", table)
             why = next((why for case in loaded if (why := compare(case, own)) is not None), None)
             if why is None:
                 return verdict
@@ -742,8 +797,10 @@ def _template_in(cases: Sequence[Case], source: str) -> str:
     raise KeyError(source)
 
 
-def uncompared(cls: str, error: str, version: str) -> str:
-    """Return the reason to refuse a class whose small model a version of vLLM did not load."""
+def uncompared(cls: str, error: str, version: str, program: Program = VLLM) -> str:
+    """Return the reason to refuse a class whose small model a version of a program did not load."""
+    if program is not VLLM:
+        return f"{UNCOMPARED}: our small model did not load in vLLM {version} ({error})"
     registry = json.loads(REGISTRY.read_text())
     lacks = f"vLLM {registry['made_with']['vllm']} has no class for it, and " if cls not in registry["classes"] else ""
     return f"{UNCOMPARED}: {lacks}our small model did not load in vLLM {version} ({error})"
@@ -753,15 +810,21 @@ def to_documents(
     verdicts: Sequence[Verdict],
     registry: Mapping[str, Any],
     others: Mapping[str, Sequence[str]] | None = None,
+    program: Program = VLLM,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rules, and what was observed. ``others`` are what other fixtures compare, and on which meshes."""
+    """The rules, and what was observed. ``others`` are what other fixtures compare, and on which meshes.
+
+    Reasons are worded for vLLM: another program's name takes its place.
+    """
     others, builds = others or {}, registry["modules"]
     described = [each for each in verdicts if each.is_described and each.reason is None and each.error is None]
     general = [each for each in verdicts if not each.is_described and each.reason is None and each.error is None]
     lines = document_of([Lines(each.names[0], each.names[-1], each.lines) for each in described])
     errors = {name: each.error for each in verdicts if each.error for name in each.names if name not in others}
     reasons = {
-        name: each.reason or uncompared(each.names[0], str(each.error), registry["version"])
+        name: (each.reason or uncompared(each.names[0], str(each.error), registry["version"], program)).replace(
+            VLLM.title, program.title
+        )
         for each in verdicts
         for name in each.names
         if (each.reason or each.error) and name not in others
@@ -782,7 +845,7 @@ def to_documents(
         "classes": sorted({each.names[0] for each in verdicts}),
         "compared": sorted({name for each in [*general, *described] for name in each.names} | same | {*others}),
         "meshes": {name: _meshes(each, others.get(name, ())) for each in described for name in each.names},
-        "lacking": lacking(known_classes(), json.loads(REGISTRY.read_text())["classes"]),
+        "lacking": lacking(known_classes(), json.loads(REGISTRY.read_text())["classes"]) if program is VLLM else [],
         "refused": by_reason(reasons),
         "lines": lines["lines"],
         "seen": [{"types": sorted(types), "tensors": _by_head(tensors)} for tensors, types in seen.items()],
@@ -813,11 +876,11 @@ def _by_head(names: Set[str]) -> dict[str, list[str]]:
     return found
 
 
-def cases_in(folder: Path, dumps: Path) -> list[Case]:
+def cases_in(folder: Path, dumps: Path, program: Program = VLLM) -> list[Case]:
     """All models that were observed, each with its digits."""
     found, digits = list[Case](), defaultdict[str, list[Case]](list)
     for path in sorted(done.parent for done in dumps.glob("*/done")):
-        case = Case(path.name, folder / path.name, path, json.loads((path / "done").read_text()))
+        case = Case(path.name, folder / path.name, path, json.loads((path / "done").read_text()), program=program)
         if DIGITS.search(case.name):
             digits[DIGITS.sub("", case.name)].append(case)
         else:
@@ -923,12 +986,12 @@ def _place(to: str, lines: Any) -> tuple[bool, int]:
     return min(rank_of(line | {"to": to}) for line in sources)
 
 
-def write(folder: Path, dumps: Path) -> None:
+def write(folder: Path, dumps: Path, program: Program = VLLM) -> None:
     """Write the file and the tests' fixture: what was observed before of classes that are not in the folder stays."""
     registry = json.loads((dumps / "registry.json").read_text())
-    format = general_rules()
+    format = general_rules(program)
     verdicts, fixture = [], {}
-    for names, cases in by_class(cases_in(folder, dumps)):
+    for names, cases in by_class(cases_in(folder, dumps, program)):
         verdict = judge(cases, names, format)
         verdicts.append(verdict)
         why = verdict.reason or verdict.error
@@ -938,21 +1001,18 @@ def write(folder: Path, dumps: Path) -> None:
             for case in cases:
                 of = case.digits if case.degrees and is_narrowed(case) else [case]
                 fixture |= {each.name: hashes(each) for each in of if each.degrees}
-    document, observed = to_documents(verdicts, registry, fixtures())
-    made_with, old, names = (
-        {"vllm": registry["version"]},
-        json.loads(OUTPUT.read_text()),
-        reduce(operator.iadd, (v.names for v in verdicts), []),
-    )
-    if old.pop(MADE_WITH) == made_with:
-        document, before = updated(old, document, names), json.loads(OBSERVED.read_text())
+    document, observed = to_documents(verdicts, registry, fixtures() if program is VLLM else {}, program)
+    made_with, names = {program.name: registry["version"]}, reduce(operator.iadd, (v.names for v in verdicts), [])
+    old = json.loads(program.output.read_text()) if program.output.exists() else {}
+    if old.pop(MADE_WITH, None) == made_with:
+        document, before = updated(old, document, names), json.loads(program.observed.read_text())
         errors = {name: why for name, why in before["errors"].items() if name not in names}
         observed["errors"] = dict(sorted({**errors, **observed["errors"]}.items()))
         observed["modules"] = sorted({*before["modules"], *observed["modules"]})
-        fixture = json.loads(lzma.decompress(FIXTURE.read_bytes())) | fixture
-    OUTPUT.write_text(text_of(document, made_with, LEVELS), encoding="utf-8")
-    OBSERVED.write_text(text_of(observed, made_with), encoding="utf-8")
-    FIXTURE.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
+        fixture = json.loads(lzma.decompress(program.fixture.read_bytes())) | fixture
+    program.output.write_text(text_of(document, made_with, LEVELS), encoding="utf-8")
+    program.observed.write_text(text_of(observed, made_with), encoding="utf-8")
+    program.fixture.write_bytes(lzma.compress(json.dumps(fixture, sort_keys=True).encode()))
 
 
 def write_registry(file: Path, version: str) -> None:
@@ -1018,7 +1078,7 @@ def shown() -> str:
     return "\n".join(["| | model types |", "|---|---|", *rows]) + "\n"
 
 
-def make_all(folder: Path) -> None:
+def make_all(folder: Path, program: Program = VLLM) -> None:
     """Write the checkpoints of all models of the zoo, of some with further language models within; of those with a tied
     table also with a head of its own.
     """
@@ -1026,7 +1086,9 @@ def make_all(folder: Path) -> None:
 
     shutil.rmtree(folder, ignore_errors=True)
     texts = (f"{towers}{TEXT}{text}" for towers, of in PUBLISHED["texts"].items() for text in of)
-    for name in (*(name for name in ZOO if name not in ALONE), *texts):
+    for name in program.models:
+        make(name, folder / name, program)
+    for name in () if program.models else (*(name for name in ZOO if name not in ALONE), *texts):
         make(name, folder / name)
         if is_tied(folder / name):
             make(name + UNTIED, folder / (name + UNTIED))
@@ -1044,18 +1106,20 @@ def main() -> None:
     parser.add_argument("action", choices=["make", "more", "write", "registry", "count"])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("dumps", type=Path, nargs="?")
+    parser.add_argument("--program", choices=["vllm", "sglang"], default="vllm")
     arguments = parser.parse_args()
+    program = {"vllm": VLLM, "sglang": SGLANG}[arguments.program]
     if arguments.action == "make":
-        make_all(arguments.folder)
+        make_all(arguments.folder, program)
     elif arguments.action == "more":
-        for case in cases_in(arguments.folder, arguments.dumps):
+        for case in cases_in(arguments.folder, arguments.dumps, program):
             for place in range(places_of(case.checkpoint)) if case.degrees and is_narrowed(case) else ():
-                make(f"{case.name}{DIGIT}{place}", arguments.folder / f"{case.name}{DIGIT}{place}")
+                make(f"{case.name}{DIGIT}{place}", arguments.folder / f"{case.name}{DIGIT}{place}", program)
     elif arguments.action == "registry":
         write_registry(arguments.folder, str(arguments.dumps))
     elif arguments.action == "write":
-        write(arguments.folder, arguments.dumps)
-    if arguments.action in {"write", "count"}:
+        write(arguments.folder, arguments.dumps, program)
+    if program is VLLM and arguments.action in {"write", "count"}:
         print(shown())
 
 

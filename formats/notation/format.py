@@ -665,7 +665,7 @@ class Format:
         kind, headless = self.types.name_of(config), is_headless(config)
         if (kind, headless) not in self._of:
             is_own = kind in self.types.meshes  # a type with rules of its own has these alone
-            rules = replace(self.rules, names=(), refusals=(), vectors=()) if is_own else self.rules
+            rules = replace(self.rules, names=(), refusals=(), vectors=(), keep=True) if is_own else self.rules
             only: dict[str, Any] = {
                 name: tuple(r for r in getattr(rules, name) if (not is_own if r.types is None else kind in r.types))
                 for name in ("lines", "constants", "dropped")

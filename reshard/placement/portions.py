@@ -68,21 +68,21 @@ Portions = tuple[Portion, ...]
 def check_model_type(model: Model, format: Format, *, files: bool = False) -> None:
     """Raise PlanError for a model type that a format is not known to be right for, or has no ``files`` for."""
     types = {str(config.get("model_type")) for config in (model.config, model.sizes.settings)}
-    if format.types.only and not types & {*format.types.only}:
+    kind, compared, refused = format.types.name_of(model.config), format.types.compared, format.types.refused
+    if format.types.only and not types & {*format.types.only} and kind not in {*compared, *refused}:
         raise PlanError(
             f"the model type '{model.config.get('model_type')}' cannot be written as '{format.name}': what "
             f"{format.name} makes of its tensors is not known here",
             f"known are {', '.join(format.types.only)}",
         )
-    kind, compared = format.types.name_of(model.config), format.types.compared
-    why = format.types.refused.get(kind) or (format.types.beyond.get(kind) if files else None)
+    why = refused.get(kind) or (format.types.beyond.get(kind) if files else None)
     name, cls = kind, class_of(model.config)
     if why is None and cls in format.types.lacking - compared:
         program = format.loading.program.partition(" ")[0]  # its list of classes is of one version
         name, why = cls, f"{program}, as it was read, has no class of this name, nor one that it makes this of"
     elif why is None and format.types.of_tokens and is_headless(model.config):
         name, why = cls, f"{format.loading.program} was looked at for classes with a head for tokens alone"
-    elif why is None and compared and not {kind, cls} & compared:
+    elif why is None and compared and not format.types.only and not {kind, cls} & compared:
         why = f"what {format.loading.program} has of it was not compared"
     if why is not None:
         hint = "leave out --names: the names stay" if format.spelling == MODULES else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from reshard.verify.api import verify
 from tests import zoo
 from tests.programs import quantized
 from tests.wrong_rules import exchanged, swapped
+from tools import vllm_names
 
 MODELS = (
     "llama-biases", "llama-6kv", "qwen2", "qwen2-tied", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss",
@@ -114,6 +116,8 @@ def cases(engine: str) -> Iterator[Case]:
         return
     if engine == "sglang":
         yield from (Case(model, {"tp": tp}) for model in SGLANG for tp in (1, 2))
+        yield from (Case(model, {"tp": tp}) for model in json.loads(lzma.decompress(vllm_names.SGLANG.fixture.read_bytes()))
+                    for tp in (1, 2))  # fmt: skip
         yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["sglang"])
         return
     for model in MODELS:
@@ -130,6 +134,8 @@ def checkpoint(root: Path, model: str, engine: str) -> Path:
     of, _, method = model.partition(" ")
     if not folder.exists() and method:
         quantized.make(folder, of, method)
+    elif not folder.exists() and engine == "sglang" and model in vllm_names.SGLANG.models:
+        vllm_names.make(model, folder, vllm_names.SGLANG)
     elif not folder.exists():
         sizes = {"vllm": PUBLISHED["sizes"], "sglang": SGLANG, "torchtitan": TORCHTITAN}[engine]
         zoo.save(model, folder, torch.bfloat16, settings=sizes.get(model))

@@ -96,7 +96,9 @@ def ranks(request: Request) -> Iterator[ProgramRank]:
         read = partial(loaders.DefaultModelLoader(load_config)._get_all_weights, config, model)
         load = partial(lambda model, read: model.load_weights(read()), model, read)
         files = mapped(request.shards, loaders.ShardedStateLoader.DEFAULT_PATTERN.format(rank=rank, part="*"))
-        yield ProgramRank(f"rank {rank}", partial(held, model, loaders.ShardedStateLoader), files, load, reserved)
+        yield ProgramRank(
+                f"rank {rank}", partial(held, model, loaders.ShardedStateLoader), files, load, reserved, model=model
+            )
         del model, load, read
         gc.collect()
 

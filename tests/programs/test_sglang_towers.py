@@ -1,0 +1,65 @@
+"""SGLang's format for models with towers: what SGLang 0.5.23 itself holds (``tests/oracles/sglang/zoo.json.xz``)."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.api import merge, split
+from reshard.formats.errors import PlanError
+from tests import store
+from tests.marks import one_of_each
+from tests.support import change_json, contents
+from tools.vllm_names import SGLANG, hashes_of, held_in, make
+
+HELD: dict[str, dict[str, list[str]]] = json.loads(lzma.decompress(SGLANG.fixture.read_bytes()))
+
+
+def _numbered(name: str) -> Path:
+    return store.made(f"{name}-sglang-numbered", lambda folder: make(name, folder, SGLANG))
+
+
+@pytest.mark.parametrize("name", one_of_each(sorted(HELD), lambda name: "all"))
+def test_sglang_holds_what_is_written_and_merge_restores_it(name: str, tmp_path: Path) -> None:
+    """Names, dtypes, shapes and each element on each rank, at each degree that SGLang loaded."""
+    for degree, hashes in HELD[name].items():
+        tp, out = int(degree[2:]), tmp_path / degree
+        split(_numbered(name), out, tp=tp, format="sglang")
+        assert hashes_of(held_in(out), tp) == hashes
+        merge(out, tmp_path / f"merged-{degree}")
+        assert contents(tmp_path / f"merged-{degree}") == contents(_numbered(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "why"),
+    [
+        ("qwen2_5_vl", {"intermediate_size": 44}, "to a multiple of 8"),
+        ("qwen3_vl", {"num_position_embeddings": 16}, "to a multiple of 64"),
+        ("glm4v", None, "a tied head of this model type"),
+        ("glm4v_moe", {}, "and the checkpoint has none"),
+        ("llama4", {}, "our small model did not load in SGLang 0.5.23"),
+    ],
+)
+def test_a_model_that_sglang_holds_otherwise_is_refused(
+    name: str, settings: dict[str, Any] | None, why: str, tmp_path: Path
+) -> None:
+    source = shutil.copytree(_numbered(name), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    if settings is None:
+        change_json(source / "config.json", tie_word_embeddings=True)
+    else:
+        text = config["text_config"] | ({"use_qk_norm": True} if name == "glm4v_moe" else {})
+        change_json(source / "config.json", vision_config=config["vision_config"] | settings, text_config=text)
+    with pytest.raises(PlanError, match=why):
+        split(source, tmp_path / "out", tp=1, format="sglang")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_degree_that_was_not_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="was compared up to tp 4"):
+        split(_numbered("qwen3_vl"), tmp_path / "out", tp=8, format="sglang")

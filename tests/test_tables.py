@@ -17,6 +17,8 @@ from tools.tables import MADE_WITH, text_of
 TABLES = {
     vllm_names.OUTPUT: ("vllm", vllm_names.LEVELS),
     vllm_names.OBSERVED: ("vllm", {}),
+    vllm_names.SGLANG.output: ("sglang", vllm_names.LEVELS),
+    vllm_names.SGLANG.observed: ("sglang", {}),
     transformers_names.OUTPUT: ("transformers", transformers_names.LEVELS),
     REQUIRED: ("transformers", LEVELS),
     HEADS: ("transformers", {}),

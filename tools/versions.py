@@ -16,6 +16,8 @@ MADE_WITH = {
     "formats/programs/vllm.json": "names and elements of its models",
     "tests/oracles/vllm/observed.json": "what it says of each small model",
     "tests/oracles/vllm/registry.json": "its classes of models",
+    "formats/programs/sglang.json": "names and elements of its models with towers",
+    "tests/oracles/sglang/observed.json": "what it says of each small model",
     "formats/programs/transformers.json": "names and shapes of its modules",
     "formats/config_defaults.json": "defaults of its configs",
     "formats/heads.json": "its classes with heads",

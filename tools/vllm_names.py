@@ -66,7 +66,6 @@ from tools.transformers_names import NotExpressibleError, document_of, generaliz
 from tools.transformers_names import Observed as Lines
 
 
-
 @dataclass(frozen=True)
 class Program:
     """A program that is observed, and the files of what it holds. ``models`` are the models of the zoo; empty: all."""

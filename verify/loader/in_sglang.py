@@ -97,8 +97,8 @@ def ranks(request: Request) -> Iterator[ProgramRank]:
         load = partial(lambda model, read: model.load_weights(read()), model, read)
         files = mapped(request.shards, loaders.ShardedStateLoader.DEFAULT_PATTERN.format(rank=rank, part="*"))
         yield ProgramRank(
-                f"rank {rank}", partial(held, model, loaders.ShardedStateLoader), files, load, reserved, model=model
-            )
+            f"rank {rank}", partial(held, model, loaders.ShardedStateLoader), files, load, reserved, model=model
+        )
         del model, load, read
         gc.collect()
 

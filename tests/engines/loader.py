@@ -116,8 +116,8 @@ def cases(engine: str) -> Iterator[Case]:
         return
     if engine == "sglang":
         yield from (Case(model, {"tp": tp}) for model in SGLANG for tp in (1, 2))
-        yield from (Case(model, {"tp": tp}) for model in json.loads(lzma.decompress(vllm_names.SGLANG.fixture.read_bytes()))
-                    for tp in (1, 2))  # fmt: skip
+        towers = json.loads(lzma.decompress(vllm_names.SGLANG.fixture.read_bytes()))
+        yield from (Case(model, {"tp": tp}) for model in towers for tp in (1, 2))
         yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["sglang"])
         return
     for model in MODELS:

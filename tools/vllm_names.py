@@ -97,7 +97,7 @@ class Program:
 
 VLLM = Program("vllm", "vLLM")
 SGLANG = Program("sglang", "SGLang", (
-    "qwen2_vl", "qwen2_vl+tied", "qwen2_5_vl", "qwen2_5_vl+tied", "qwen3_vl", "qwen3_vl_moe",
+    "qwen2_vl", "qwen2_vl+tied", "qwen2_5_vl", "qwen2_5_vl+tied", "qwen3_vl", "qwen3_vl+tied", "qwen3_vl_moe",
     "internvl+untied", "internvl:qwen3+untied", "llava", "llava_onevision",
     "llava_next_video", "gemma3", "mistral3+untied", "glm4v", "glm4v_moe", "llama4", "qwen3_5", "qwen3_5_moe",
     "deepseek_vl", "janus", "lfm2_vl", "mllama", "paddleocr_vl", "step3p7", "gemma4", "minimax_m3_vl",
@@ -157,8 +157,9 @@ def places_of(checkpoint: Path) -> int:
     return -(-sum(int(np.prod(i.shape, dtype=int)) for i in infos if i.dtype == "F32").bit_length() // BITS)
 
 
-def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | None = None) -> None:
-    """Write a checkpoint again, in float32, in which each element has a number of its own; ``untied`` with a head.
+def number(checkpoint: Path, out: Path, *, untied: bool = False, tied: bool = False, digit: int | None = None) -> None:
+    """Write a checkpoint again, in float32, in which each element has a number of its own; ``untied`` with a head,
+    ``tied`` without.
 
     With ``digit``, each element has this digit of its number instead. Names begin, and matrices lie, as in published
     ones of its type, and the config says also what only those say (``tests/oracles/vllm/published.json``).
@@ -174,7 +175,7 @@ def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | No
         spellings = Spellings(find_architecture(config, checkpoint), config)
         infos.append(table._replace(name=_published(spellings.published(HEAD) or HEAD, begins)))
     tensors, data, first = [], [], FIRST
-    for info in infos:
+    for info in (info for info in infos if not (tied and info.name.endswith(HEAD))):
         if info.dtype in {"F32", "BF16", "F16"}:
             count = int(np.prod(info.shape, dtype=int))
             tensors.append((info.name, "F32", info.shape))
@@ -189,7 +190,8 @@ def number(checkpoint: Path, out: Path, *, untied: bool = False, digit: int | No
     out.mkdir(parents=True)
     (out / "model.safetensors").write_bytes(build_header(tensors, {"format": "pt"}) + b"".join(data))
     config = _filled(config, PUBLISHED["config"].get(config["model_type"], {}))
-    (out / "config.json").write_text(json.dumps(_untied(config) if untied else config, indent=2))
+    config = _with_head(config, tied=tied) if tied or untied else config
+    (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _published(name: str, begins: Mapping[str, str]) -> str:
@@ -216,9 +218,9 @@ def _joined(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, A
     return {**settings, **parts}
 
 
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: _untied(value) if isinstance(value, dict) else value for key, value in config.items()}
-    return found | ({"tie_word_embeddings": False} if "tie_word_embeddings" in found or "text_config" in found else {})
+def _with_head(config: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+    found = {k: _with_head(value, tied=tied) if isinstance(value, dict) else value for k, value in config.items()}
+    return found | ({"tie_word_embeddings": tied} if "tie_word_embeddings" in found or "text_config" in found else {})
 
 
 def is_tied(checkpoint: Path) -> bool:
@@ -235,15 +237,14 @@ def make(name: str, folder: Path, program: Program = VLLM) -> None:
     plain = whole.removesuffix(UNTIED)
     towers, _, text = plain.removesuffix(TIED).partition(TEXT)
     settings = _joined(PUBLISHED["sizes"].get(towers, {}), PUBLISHED.get(program.name, {}).get(towers, {}))
-    if plain.endswith(TIED):
-        settings = _joined(settings, {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}})
     if text:
         model_type, _, own = zoo.ZOO[text].build.args
         sizes = {**PUBLISHED["sizes"].get(text, {}), **settings.get("text_config", {})}
         settings = {**settings, "text_config": {**own, **sizes, "model_type": model_type}}
     with tempfile.TemporaryDirectory() as scratch:
         zoo.save(towers, Path(scratch) / plain, settings=settings)
-        number(Path(scratch) / plain, folder, untied=plain != whole, digit=int(digit[1]) if digit else None)
+        tied, place = plain.endswith(TIED), int(digit[1]) if digit else None
+        number(Path(scratch) / plain, folder, untied=plain != whole, tied=tied, digit=place)
 
 
 # -- what was observed

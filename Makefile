@@ -84,6 +84,7 @@ engines: .venv/ready $(ENGINES)/vllm/ready $(ENGINES)/megatron/ready $(ENGINES)/
 	$(BIN)/python -m tests.engines.loader --python $(ENGINES)/vllm/bin/python
 	$(BIN)/python -m tests.engines.loader --engine sglang --python $(ENGINES)/sglang/bin/python
 	$(BIN)/python -m tests.engines.loader --engine torchtitan --python $(ENGINES)/torchtitan/bin/python
+	$(BIN)/python -m tests.engines.loader --engine megatron --python $(ENGINES)/megatron/bin/python
 	$(ENGINES)/vllm/bin/python -m tests.engines.load_adapters
 	$(BIN)/python -m tests.engines.launchers
 

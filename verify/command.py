@@ -173,8 +173,10 @@ def _ask(python: str, original: Source, shards: Source, progress: Callable[[str]
     held = Counter(tensor.dtype for tensor in original.model.tensors if tensor.dtype in DTYPE_NAMES)
     dtype = stated_dtype(original.model.config) or next((dtype for dtype, _ in held.most_common(1)), None)
     folders = (local_folder(original.path), local_folder(shards.path))
-    degrees, name = dict(shards.plan.mesh.degrees), DTYPE_NAMES[dtype] if dtype else None
-    return ask(python, program, *folders, degrees, name, progress)
+    mesh, name = shards.plan.mesh, DTYPE_NAMES[dtype] if dtype else None
+    degrees = dict(mesh.degrees)
+    degrees["etp"] = 1 if mesh.same_ranks else degrees.get("tp", 1)
+    return ask(python, program, *folders, degrees, name, shards.format.loading.engine_format, progress)
 
 
 def _engine_options(request: VerifyRequest) -> EngineOptions:

@@ -74,7 +74,7 @@ class ChunkFiles:
         for stored in self.arrangement.stored:
             if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
                 key, places = stacked(self.stacks, stored.name)
-                indices.setdefault(key.removesuffix("weight") + "_extra_state", []).append(places or (0,))
+                indices.setdefault(key.rpartition(".")[0] + "._extra_state", []).append(places or (0,))
         for key, spots in indices.items():
             count = ".".join(str(max(numbers) + 1) for numbers in zip(*spots, strict=True))
             yield from ((f"{key}/shard_{'.'.join(map(str, at))}_{count}", None, object_bytes([None])) for at in spots)

@@ -4,7 +4,8 @@
 
 Each model is split at tp 1, 2 and 4, and then with two lines of its format in another order: q, k, v and gate, up. Such
 shards are the original's by every byte, because the same line maps them back. vLLM's is asked of two ranks without
-files, too, as ``reshard live check`` does. Prints a line for each; exit code 1 if a verdict is not the expected one.
+files, too, as ``reshard live check`` does. Megatron-Core, which says layouts alone, is asked with the faults that show
+there, and on stages, too. Prints a line for each; exit code 1 if a verdict is not the expected one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +27,14 @@ import transformers
 
 from reshard.api import split
 from reshard.formats.errors import ReshardError
+from reshard.formats.notation.format_file import format_of
 from reshard.live.meshes import Target
 from reshard.live.vllm_check import check
 from reshard.verify.api import verify
+from reshard.verify.loader.ask import ask
 from tests import zoo
 from tests.programs import quantized
+from tests.verify.layout_faults import FAULTS
 from tests.wrong_rules import exchanged, swapped
 from tools import vllm_names
 
@@ -41,8 +47,9 @@ OTHERWISE = {
     "qwen2-tied": "different",  # vLLM's Qwen 2 has no head_dim of its own
     "llama-6kv tp 4": "unchecked",  # 6 KV heads on 4 ranks: vLLM does not build it
     "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
+    "deepseek_v3-mtp": "different",  # its further layer's attention has a state in Megatron-Core, as in no other layer
 }
-"""Models, or models at a degree, that vLLM holds in another way or not at all."""
+"""Models, or models at a degree, that an engine holds in another way or not at all."""
 LIVE = dict.fromkeys(("mamba2", "bloom", "falcon-7b"), "unchecked")
 """Models whose loaders the recorder of ``live check`` does not follow: -exp(A_log) in place, q, k and v taken apart."""
 STAGED = (
@@ -93,16 +100,27 @@ TORCHTITAN = {
     "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True}, "deepseek_v3": None, "deepseek_v2-no-q-lora": None,
 }  # fmt: skip
 """Models of torchtitan's format, with what it demands of their sizes. The adapter of its gpt-oss is older than that."""
+MEGATRON = (
+    "llama-biases", "llama-tied", "llama-mqa", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "deepseek_v3-mtp", "glm4_moe",
+)  # fmt: skip
+LOCAL = ("llama-biases", "llama-tied", "qwen3", "mixtral", "qwen2_moe", "glm4_moe")
+EVEN = "mixtral", "deepseek_v3"
+"""Models with an even number of experts."""
+STAGES = {"num_hidden_layers": 4}
+"""Settings of models that Megatron-Core puts on two stages."""
 
 
 class Case(NamedTuple):
     model: str
     degrees: Mapping[str, int]
     wrong: str | None = None
+    format: str | None = None
 
     @property
     def shown(self) -> str:
-        return " ".join([self.model, *(f"{name} {degree}" for name, degree in self.degrees.items())])
+        of = [self.model, *([self.format] if self.format is not None else [])]
+        return " ".join([*of, *(f"{name} {degree}" for name, degree in self.degrees.items())])
 
     @property
     def expected(self) -> str:
@@ -110,6 +128,14 @@ class Case(NamedTuple):
 
 
 def cases(engine: str) -> Iterator[Case]:
+    if engine == "megatron":
+        yield from (Case(model, {"tp": tp}) for model in MEGATRON for tp in (1, 2, 4))
+        yield from (Case(model, {"tp": tp, "ep": 2}) for model in EVEN for tp in (1, 2))
+        yield from (Case(f"{model} stages", {"tp": 2, "pp": 2}) for model in MEGATRON if model != "deepseek_v3-mtp")
+        yield from (Case(model, {"tp": 2}, format="megatron-local") for model in LOCAL)
+        yield from (Case(model, {"tp": 2}, format="megatron-singleton") for model in MEGATRON)
+        yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in FAULTS)
+        return
     if engine == "torchtitan":
         yield from (Case(model, {"tp": 2}) for model in TORCHTITAN)
         yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["torchtitan"])
@@ -132,13 +158,14 @@ def checkpoint(root: Path, model: str, engine: str) -> Path:
     """A quantized model, or one of the zoo in bfloat16 with what published ones of its type say beside."""
     folder = root / model
     of, _, method = model.partition(" ")
-    if not folder.exists() and method:
+    if not folder.exists() and method and method != "stages":
         quantized.make(folder, of, method)
     elif not folder.exists() and engine == "sglang" and model in vllm_names.SGLANG.models:
         vllm_names.make(model, folder, vllm_names.SGLANG)
     elif not folder.exists():
-        sizes = {"vllm": PUBLISHED["sizes"], "sglang": SGLANG, "torchtitan": TORCHTITAN}[engine]
-        zoo.save(model, folder, torch.bfloat16, settings=sizes.get(model))
+        sizes = {"vllm": PUBLISHED["sizes"], "sglang": SGLANG, "torchtitan": TORCHTITAN}.get(engine, {})
+        settings = STAGES if method == "stages" else sizes.get(of)
+        zoo.save(of, folder, torch.bfloat16, settings=settings)
         config = json.loads((folder / "config.json").read_text())
         published = PUBLISHED["config"].get(config["model_type"], {})
         more = {key: config.get(value, value) if isinstance(value, str) else value for key, value in published.items()}
@@ -164,6 +191,22 @@ def run(root: Path, case: Case, python: str, engine: str) -> tuple[str, str]:
     return found.verdict, found.loader.verdict
 
 
+def laid(root: Path, case: Case, python: str) -> tuple[str, str]:
+    """The verdict on a layout, on stages or with a fault, and what was said."""
+    name = case.format or "megatron"
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        original, out = Path(folder) / "original", Path(folder) / "out"
+        shutil.copytree(checkpoint(root, case.model, "megatron"), original)
+        split(original, out, format=name, **{key: of for key, of in case.degrees.items() if key != "pp"})
+        if case.wrong:
+            FAULTS[case.wrong][0](original, out)
+        degrees, form = {**case.degrees, "etp": case.degrees["tp"]}, format_of(name).loading.engine_format
+        found = ask(python, "megatron", original, out, degrees, "bfloat16", form)
+    if found.unchecked is not None:
+        return "unchecked", found.unchecked
+    return "same" if found.is_same else "different", found.verdict
+
+
 def checked(root: Path, case: Case, python: str) -> tuple[str, str]:
     """The verdict of ``reshard live check`` on the same model and ranks, without files, and its first line."""
     try:
@@ -177,16 +220,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the python of the engine's environment")
     parser.add_argument("--models", help="default: all")
-    parser.add_argument("--engine", choices=[*WRONG], default="vllm")
+    parser.add_argument("--engine", choices=[*WRONG, "megatron"], default="vllm")
     arguments = parser.parse_args()
     transformers.logging.disable_progress_bar()
     only = arguments.models and arguments.models.split(",")
     chosen = [case for case in cases(arguments.engine) if not only or case.model.split()[0] in only]
+    judged = laid if arguments.engine == "megatron" else partial(run, engine=arguments.engine)
     right, count = 0, 0
     with tempfile.TemporaryDirectory(prefix="reshard-loader-") as folder:
         for case in chosen:
             what = f"{case.shown}, wrong {case.wrong}" if case.wrong else case.shown
-            found = [(what, case.expected, *run(Path(folder), case, arguments.python, arguments.engine))]
+            found = [(what, case.expected, *judged(Path(folder), case, arguments.python))]
             if arguments.engine == "vllm" and case == Case(case.model, {"tp": 2}) and case.model in MODELS:
                 expected = LIVE.get(case.model, case.expected)
                 found.append((f"{what}, live check", expected, *checked(Path(folder), case, arguments.python)))

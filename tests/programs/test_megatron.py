@@ -24,6 +24,7 @@ from reshard.formats.files.torch_archive import build_chunks
 from reshard.formats.notation.format_file import all_formats
 from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
+from tests import store
 from tests.marks import one_of_each, thorough
 from tests.programs.oracles import ORACLES, checkpoint, module, problem
 from tests.programs.test_oracles import tensors_of
@@ -193,7 +194,9 @@ def test_the_chunks_that_megatron_wrote_are_read(case: str, tmp_path: Path) -> N
 def test_a_tensor_for_each_layer_and_expert(model: str, tmp_path: Path) -> None:
     original = checkpoint("megatron", model)
     split(original, tmp_path / "out", tp=2, format="megatron-singleton")
-    names = read_distributed(tmp_path / "out" / "release").tensors
+    found = read_distributed(tmp_path / "out" / "release")
+    names, modules = found.tensors, {name.rpartition(".")[0] for name in found.tensors if ".linear_" in name}
+    assert modules and {f"{module}._extra_state/shard_0_1" for module in modules} <= found.objects.keys()
     assert "decoder.layers.0.mlp.linear_fc1.weight_w" in names or model == "mixtral"
     assert "decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_v" in names or model == "llama"
     (tmp_path / "out" / "reshard.json").unlink()
@@ -380,6 +383,12 @@ def test_a_model_that_no_line_reaches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="'gemma' cannot be written as 'megatron'"):
         split(gemma, tmp_path / "out", tp=1, format="megatron")
     assert not (tmp_path / "out").exists()
+
+
+def test_biases_that_megatron_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    original = store.checkpoint("deepseek_v3-no-q-lora")
+    with pytest.raises(PlanError, match="Megatron-Core has no biases in multi-head latent attention"):
+        split(original, tmp_path / "out", tp=1, format="megatron")
 
 
 # ------------------------------------------------------------------------------------------------------- other models

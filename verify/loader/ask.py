@@ -17,7 +17,8 @@ from reshard.text import plural
 from reshard.verify.ending import run_program, temporary_folder
 
 ROOM = Path(__file__).parent
-PROGRAMS = {"vllm": "vLLM", "sglang": "SGLang", "torchtitan": "torchtitan", "transformers": "transformers"}
+PROGRAMS = {"vllm": "vLLM", "sglang": "SGLang", "torchtitan": "torchtitan", "transformers": "transformers",
+            "megatron": "Megatron-Core"}  # fmt: skip
 """The programs that have a file in this room."""
 TIMEOUT = 24 * 3600.0
 _START = """
@@ -55,6 +56,15 @@ class LoaderReport:
     """The names that the program takes from neither folder."""
     unchecked: str | None = None
     """The reason why not all could be asked."""
+    has_values: bool = True
+    """Whether it loads values; one that does not says names, dtypes, shapes and offsets alone."""
+
+    @property
+    def evidence(self) -> str:
+        """The grounds that it gives the format, in words that go on after its name."""
+        if self.has_values:
+            return f"as {self.name}'s own loader has it"
+        return f"with names and shapes as in the sharded_state_dict of {self.name}, the rest by reshard's lines alone"
 
     @property
     def is_same(self) -> bool:
@@ -66,7 +76,12 @@ class LoaderReport:
         """The answer in a sentence or two."""
         if self.differences:
             further = f" (and {len(self.differences) - 1:,} more)" if len(self.differences) > 1 else ""
-            text = f"{self.name}'s own loader differs from the shards in {self.differences[0]}{further}."
+            what = f"{self.name}'s own loader" if self.has_values else f"The sharded_state_dict of {self.name}"
+            text = f"{what} differs from the shards in {self.differences[0]}{further}."
+        elif self.unchecked is None and not self.has_values:
+            of = f"{plural(self.tensors, 'tensor')} on {plural(self.ranks, 'rank')}"
+            text = f"The sharded_state_dict of {self.name} asks for all {of} and no others, by name, dtype and shape, "
+            text += "each element once, as the chunks have it. Of values, and of rows inside a tensor, it says nothing."
         elif self.unchecked is None:
             kinds = f"{self.loaded:,} loaded, {plural(self.constants, 'constant')}"
             of = f"all {plural(self.tensors, 'tensor')} of {plural(self.ranks, 'rank')}"
@@ -115,14 +130,13 @@ def python_of(python: str) -> str:
 
 def ask(
     python: str, program: str, original: Path, shards: Path, degrees: Mapping[str, int], dtype: str | None,
-    progress: Callable[[str], None] = lambda _: None,
+    form: str | None, progress: Callable[[str], None] = lambda _: None,
 ) -> LoaderReport:  # fmt: skip
     """Have a program load the original as each rank of a mesh, and compare the shards. Raises ReshardError."""
     progress(f"original in {PROGRAMS[program]}'s own loader")
     with temporary_folder("reshard-loader-") as scratch:
         request = {"program": program, "original": str(original.resolve()), "shards": str(shards.resolve()),
-                   "scratch": str(scratch), "dtype": dtype,
-                   **{name: degrees[name] for name in ("tp", "pp", "ep") if name in degrees}}  # fmt: skip
+                   "scratch": str(scratch), "dtype": dtype, "form": form, **degrees}  # fmt: skip
         (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
         command = [python_of(python), "-c", _START, str(ROOM.parent), str(scratch / "request.json")]
         status, output = run_program(command, "the loader", TIMEOUT, scratch)  # its folder has nothing to import
@@ -132,6 +146,9 @@ def ask(
             unchecked = f"{PROGRAMS[program]}'s loader ended without an answer: {said}"
             return LoaderReport(PROGRAMS[program], 0, 0, 0, 0, unchecked=unchecked)
         answer: Any = json.loads(file.read_text(encoding="utf-8"))
+    if (layout := answer.get("layout")) is not None:
+        count, differing = layout["tensors"], tuple(layout["differences"])
+        return LoaderReport(answer["name"], layout["ranks"], count, 0, 0, differing, has_values=False)
     ranks = answer["ranks"]
     loaded, constants = (sum(rank[key] for rank in ranks) for key in ("loaded", "constants"))
     lines, ignored = ([line for rank in ranks for line in rank[key]] for key in ("differences", "ignored"))

@@ -11,13 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from reshard.verify.loader.absent import Absent
 from reshard.verify.loader.chunks import mapped
 from reshard.verify.loader.program import ProgramRank, Request, held
 from reshard.verify.loader.watch import Creation
@@ -39,28 +38,9 @@ class _Nothing:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return _attribute(name)
-
-
-class _Kernels:
-    """Finds packages of kernels that are not installed, each with nothing in it."""
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in _KERNELS else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = _attribute  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, _: ModuleType) -> None:
-        pass
-
-
-def _attribute(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Nothing()
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
 
 
 def prepare(request: Request) -> str:
@@ -68,7 +48,7 @@ def prepare(request: Request) -> str:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     if any(find_spec(name) is None for name in _KERNELS):
-        sys.meta_path.append(_Kernels())
+        sys.meta_path.append(Absent(lambda name: name.partition(".")[0] in _KERNELS, lambda *_: _Nothing()))
     import sglang
 
     return f"SGLang {sglang.__version__}"

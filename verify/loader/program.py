@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,9 +23,13 @@ class Request:
     shards: str
     scratch: str
     dtype: str | None = None
+    form: str | None = None
+    """The program's own name of the shards' format."""
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
+    """The number of ranks over which an expert is divided."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,50 @@ class ProgramRank:
     """The module, if there is one."""
 
 
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: on each axis its first index, and the one behind its last."""
+
+
+@dataclass
+class Layout:
+    """A tensor of a distributed checkpoint, without values: the program's, with the boxes that its ranks ask for, or
+    the shards', with the boxes of their chunks. An object, as a state beside weights, has no shape.
+    """
+
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    boxes: set[Box] = field(default_factory=set)
+    rows: int | None = None
+    """The least number of rows, if the program takes a table that is padded to any number from there."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {[*self.shape]}" if self.dtype else "an object"
+
+
+@dataclass(frozen=True)
+class ProgramLayout:
+    """The tensors and objects that a program asks of a distributed checkpoint on so many ranks, by their keys there,
+    and those of the shards.
+    """
+
+    ranks: int
+    asked: Mapping[str, Layout]
+    stored: Mapping[str, Layout]
+
+
 class Program(Protocol):
-    """A file of this room that is named ``in_`` and the program: all that is known of it."""
+    """A file of this room that is named ``in_`` and the program: all that is known of it. It has ``ranks`` if the
+    program loads the original, else ``layout``.
+    """
 
     def prepare(self, request: Request) -> str:
         """Import the program, and replace its functions that ask for a device. Returns its name and version."""
 
     def ranks(self, request: Request) -> Iterator[ProgramRank]:
         """Each rank, built, while the process is that rank."""
+
+    def layout(self, request: Request) -> ProgramLayout:
+        """The layout on all ranks."""
 
 
 def held(model: Any, loader: Any) -> Mapping[str, Tensor]:

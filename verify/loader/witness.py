@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from reshard.verify.loader.program import Program, ProgramRank, Request
+from reshard.verify.loader.program import Box, Layout, Program, ProgramLayout, ProgramRank, Request
 from reshard.verify.loader.watch import (
     SMALL,
     Creation,
@@ -84,6 +85,48 @@ def _differences(
         yield f"{count:,} of {len(wrong):,} elements that it loads, first at {first(wrong, tensor.shape)}"
 
 
+def judge_layout(layout: ProgramLayout) -> list[str]:
+    """Compare the shards' names, dtypes, shapes and chunks with those that a program asks for: a line for each that
+    differs. Objects that only the shards have are no tensors, and left alone. Raises NotFollowedError if the ranks ask
+    for an element of a tensor never, or in two places.
+    """
+    found = []
+    for name in sorted(layout.asked.keys() | layout.stored.keys()):
+        asked, stored = layout.asked.get(name), layout.stored.get(name)
+        if asked is None:
+            assert stored is not None
+            text = "only the shards have it" if stored.dtype else None
+        elif not tiles([*asked.boxes], asked.shape):
+            raise NotFollowedError(f"the ranks do not ask for each element of '{name}' once")
+        elif stored is None:
+            text = "the shards lack it"
+        elif not _fits(asked, stored):
+            text = f"{stored}, the engine has {asked}"
+        else:
+            text = None if tiles([*stored.boxes], stored.shape) else "its chunks do not hold each element once"
+        found += [f"'{name}': {text}"] if text else []
+    return found
+
+
+def _fits(asked: Layout, stored: Layout) -> bool:
+    if asked.rows is None or not stored.shape:
+        return (asked.dtype, asked.shape) == (stored.dtype, stored.shape)
+    is_long = stored.shape[0] >= asked.rows
+    return is_long and (asked.dtype, asked.shape[1:]) == (stored.dtype, stored.shape[1:])
+
+
+def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes hold each element of a shape once. A shape without axes has one, and is in a box without axes."""
+    if not shape:
+        return len(boxes) == 1
+    edges = sorted({0, shape[0], *(edge for first, *_ in boxes for edge in first)})
+    slabs: dict[int, list[Box]] = {edge: [] for edge in edges[:-1]}
+    for (begin, end), *rest in boxes:
+        for edge in edges[bisect_left(edges, begin) : bisect_left(edges, end)]:
+            slabs[edge].append(tuple(rest))
+    return (edges[0], edges[-1]) == (0, shape[0]) and all(tiles(slab, shape[1:]) for slab in slabs.values())
+
+
 def answer(
     request: Request, ask: Callable[[ProgramRank], Any] = lambda rank: asdict(judge(rank))
 ) -> dict[str, Any]:  # fmt: skip
@@ -94,6 +137,11 @@ def answer(
         program = cast(Program, import_module(f"reshard.verify.loader.in_{request.program}"))
         found["name"] = program.prepare(request)
         doing = f"{found['name']} stopped while it built its model on this machine"
+        if hasattr(program, "layout"):
+            layout = program.layout(request)
+            tensors = sum(each.dtype is not None for each in layout.asked.values())
+            found["layout"] = {"ranks": layout.ranks, "tensors": tensors, "differences": judge_layout(layout)}
+            return found
         for rank in program.ranks(request):
             doing = f"{found['name']} stopped while it loaded the original as {rank.name}"
             found["ranks"].append(ask(rank))

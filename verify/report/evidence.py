@@ -42,7 +42,7 @@ def evidence_of(
 def _of_format(answer: Answer, original: Source, shards: Source) -> str:
     """Return the evidence that the program reads the format as assumed."""
     if answer.loader is not None and answer.loader.unchecked is None:
-        return f"as {answer.loader.name}'s own loader has it"
+        return answer.loader.evidence
     if answer.engine is not None:
         return f"as {answer.engine.engine} computes with it"
     types, config = shards.format.types, original.model.config

@@ -448,8 +448,8 @@ class ContainerSettings:
     """The other entries."""
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further files: JSON, or pickles as torch.save writes them if the name ends with ``.pt``."""
-    extra_state: tuple[Pattern, ...] = ()
-    """The weights whose modules expect an ``_extra_state``: an empty one is written."""
+    extra_state: Mapping[str, str] = field(default_factory=dict)
+    """The modules that expect an ``_extra_state``, by their weights, as patterns: an empty one is written."""
     ignored: tuple[Pattern, ...] = ()
     """Unneeded tensors in older files."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from reshard.formats.files.chunks import Chunk, whole_shape
 from reshard.formats.files.containers import CHUNKS, Around
 from reshard.formats.files.layout import Layout, Tensor
-from reshard.formats.notation.format import Format
+from reshard.formats.notation.format import Format, Pattern
 from reshard.placement.arrangement import Arrangement
 from reshard.placement.stored import stacked
 
@@ -71,10 +71,11 @@ class ChunkFiles:
         from reshard.formats.files.dcp import object_bytes  # rarely needed
 
         indices: dict[str, list[tuple[int, ...]]] = {}
-        for stored in self.arrangement.stored:
-            if any(pattern.match(stored.name) is not None for pattern in self.format.container.extra_state):
-                key, places = stacked(self.stacks, stored.name)
-                indices.setdefault(key.rpartition(".")[0] + "._extra_state", []).append(places or (0,))
+        modules = [(Pattern(old), Pattern(new)) for old, new in self.format.container.extra_state.items()]
+        for stored, (old, new) in itertools.product(self.arrangement.stored, modules):
+            if (words := old.match(stored.name)) is not None:
+                key, places = stacked(self.stacks, f"{new.fill(words)}._extra_state")
+                indices.setdefault(key, []).append(places or (0,))
         for key, spots in indices.items():
             count = ".".join(str(max(numbers) + 1) for numbers in zip(*spots, strict=True))
             yield from ((f"{key}/shard_{'.'.join(map(str, at))}_{count}", None, object_bytes([None])) for at in spots)

@@ -47,7 +47,6 @@ OTHERWISE = {
     "qwen2-tied": "different",  # vLLM's Qwen 2 has no head_dim of its own
     "llama-6kv tp 4": "unchecked",  # 6 KV heads on 4 ranks: vLLM does not build it
     "mamba2 tp 4": "unchecked",  # nor 2 groups on 4 ranks
-    "deepseek_v3-mtp": "different",  # its further layer's attention has a state in Megatron-Core, as in no other layer
 }
 """Models, or models at a degree, that an engine holds in another way or not at all."""
 LIVE = dict.fromkeys(("mamba2", "bloom", "falcon-7b"), "unchecked")

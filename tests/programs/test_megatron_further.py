@@ -69,6 +69,7 @@ def test_names_of_torch_dist(original: Path, tmp_path: Path) -> None:
     found = read_distributed(tmp_path / "out/release")
     states = {name.partition("._extra_state")[0] for name in found.objects if name.startswith("mtp.")}
     assert {f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")} <= states
+    assert f"{LAYER}.self_attention.core_attention" in states
     split(original, tmp_path / "apart", format="megatron-singleton", **ONE)
     apart = {f"mlp.shared_experts.linear_fc1.weight_{half}" for half in "wv"}
     assert {f"{LAYER}.{name}" for name in apart} <= in_one_folder(tmp_path / "apart")

@@ -9,6 +9,7 @@ Threads of ranks go on meanwhile. So where there are folders, the process ends a
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,13 +78,20 @@ def run_program(command: Sequence[str], what: str, timeout: float, folder: Path)
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder that exists for the block. No signal but SIGKILL leaves it behind."""
+def temporary_folder(prefix: str, source: object = None) -> Iterator[Path]:
+    """A new folder that exists for the block. No signal but SIGKILL leaves it behind. Errors name the ``source`` that
+    is written into it, and not the folder.
+    """
     folder = Path(tempfile.gettempdir(), f"{prefix}{uuid.uuid4().hex[:12]}")
     _folders.append(folder)
     try:
         folder.mkdir(mode=0o700)
         yield folder
+    except ReshardError as error:
+        if source is not None:
+            error.message = re.sub(rf"{re.escape(str(folder))}[^\s:]*", str(source), error.message)
+            error.args = (error.message,)
+        raise
     finally:
         _remove(folder)
         _folders.remove(folder)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from reshard.api import merge, split
-from reshard.formats.errors import CheckpointError
+from reshard.formats.errors import CheckpointError, ReshardError
 from reshard.formats.files.manifest import INTACT_FILE
 from reshard.formats.files.safetensors import build_header, read_header, tensor_bytes
 from reshard.source.opening import open_source
@@ -477,6 +477,19 @@ def test_correct_shards_compute_the_same() -> None:
     reports = run_all([pair(model, format, **mesh) for model, format, mesh in CORRECT], QUICK)
     for (model, format, _), report in zip(CORRECT, reports, strict=True):
         assert report.is_same, (model, format, report.verdict)
+
+
+@thorough
+def test_what_the_forward_pass_lacks_is_said_of_the_shards(tmp_path: Path) -> None:
+    """The folder that transformers loads is a temporary one, which no one can look into afterwards."""
+    opened, shards = pair("llava", "vllm", tp=2)
+    folder = shutil.copytree(shards.path, tmp_path / "out")
+    for name in ("reshard.json", INTACT_FILE):  # as vLLM itself saves it
+        (folder / name).unlink()
+    lacking = open_shards(folder, opened)
+    assert isinstance(lacking, Source)
+    with pytest.raises(ReshardError, match=rf"failed: {folder}: no tensor fills '.*'"):
+        run_all([(opened, lacking)], QUICK)
 
 
 def test_too_little_space_for_folders_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def reference_of(job: Job, device: torch.device) -> Reference:
     """Run the original, and return its results. Raises CheckpointError if it cannot be run, or nothing can be
     compared.
     """
-    with temporary_folder("reshard-original-") as written:
+    with temporary_folder("reshard-original-", job.original.path) as written:
         folder = local_folder(job.original.path)
         if job.is_written:
             folder = write_whole(job.original, written / "original")

@@ -66,7 +66,7 @@ def _run_once(job: Job, groups: Groups) -> tuple[Result, float]:
         return dataclasses.replace(reference, gradients={})
 
     reference = dataclasses.replace(world().share(run_original), gradients=gradients)
-    with temporary_folder("reshard-offload-") as offload:
+    with temporary_folder("reshard-offload-", job.shards.path) as offload:
         result = _run_shards(job, groups, offload, reference, started)
     ratio = max((distance.ratio for _, distance in (*result.rows, *result.gradients)), default=0.0)
     return result, max(world().gather(ratio))

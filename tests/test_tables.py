@@ -10,15 +10,15 @@ import pytest
 from reshard.formats.notation.tables import CONFIG_DEFAULTS, HEADS
 from reshard.source.completeness import REQUIRED
 from reshard.verify.bytes.kept import KEPT
-from tools import transformers_names, vllm_names
+from tools import engine_names, transformers_names
 from tools.required import LEVELS
 from tools.tables import MADE_WITH, text_of
 
 TABLES = {
-    vllm_names.OUTPUT: ("vllm", vllm_names.LEVELS),
-    vllm_names.OBSERVED: ("vllm", {}),
-    vllm_names.SGLANG.output: ("sglang", vllm_names.LEVELS),
-    vllm_names.SGLANG.observed: ("sglang", {}),
+    engine_names.OUTPUT: ("vllm", engine_names.LEVELS),
+    engine_names.OBSERVED: ("vllm", {}),
+    engine_names.SGLANG.output: ("sglang", engine_names.LEVELS),
+    engine_names.SGLANG.observed: ("sglang", {}),
     transformers_names.OUTPUT: ("transformers", transformers_names.LEVELS),
     REQUIRED: ("transformers", LEVELS),
     HEADS: ("transformers", {}),

@@ -36,7 +36,7 @@ from tests import zoo
 from tests.programs import quantized
 from tests.verify.layout_faults import FAULTS
 from tests.wrong_rules import exchanged, swapped
-from tools import vllm_names
+from tools import engine_names
 
 MODELS = (
     "llama-biases", "llama-6kv", "qwen2", "qwen2-tied", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss",
@@ -141,7 +141,7 @@ def cases(engine: str) -> Iterator[Case]:
         return
     if engine == "sglang":
         yield from (Case(model, {"tp": tp}) for model in SGLANG for tp in (1, 2))
-        towers = json.loads(lzma.decompress(vllm_names.SGLANG.fixture.read_bytes()))
+        towers = json.loads(lzma.decompress(engine_names.SGLANG.fixture.read_bytes()))
         yield from (Case(model, {"tp": tp}) for model in towers for tp in (1, 2))
         yield from (Case("qwen3", {"tp": 2}, wrong) for wrong in WRONG["sglang"])
         return
@@ -159,8 +159,8 @@ def checkpoint(root: Path, model: str, engine: str) -> Path:
     of, _, method = model.partition(" ")
     if not folder.exists() and method and method != "stages":
         quantized.make(folder, of, method)
-    elif not folder.exists() and engine == "sglang" and model in vllm_names.SGLANG.models:
-        vllm_names.make(model, folder, vllm_names.SGLANG)
+    elif not folder.exists() and engine == "sglang" and model in engine_names.SGLANG.models:
+        engine_names.make(model, folder, engine_names.SGLANG)
     elif not folder.exists():
         sizes = {"vllm": PUBLISHED["sizes"], "sglang": SGLANG, "torchtitan": TORCHTITAN}.get(engine, {})
         settings = STAGES if method == "stages" else sizes.get(of)

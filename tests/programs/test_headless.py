@@ -18,7 +18,7 @@ from reshard.formats.notation.heads import TOKENS, head_of, is_headless
 from reshard.formats.notation.tables import HEADS
 from tests.marks import one_of_each, thorough
 from tests.support import LLAMA, llama_tensors, write_checkpoint, write_file
-from tools import vllm_names
+from tools import engine_names
 from tools.heads import table
 
 _WITH = ("CAUSAL_LM", "SEQ_TO_SEQ", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING", "WITH_LM_HEAD", "MULTIMODAL_LM")
@@ -103,8 +103,8 @@ def test_a_missing_head_is_told_from_one_of_another_class(llama: Callable[..., P
 
 
 def test_what_vllm_lacks_is_by_its_registry() -> None:
-    registry = json.loads(vllm_names.REGISTRY.read_text())["classes"]
-    assert format_of("vllm").types.lacking == {*vllm_names.lacking(vllm_names.known_classes(), registry)}
+    registry = json.loads(engine_names.REGISTRY.read_text())["classes"]
+    assert format_of("vllm").types.lacking == {*engine_names.lacking(engine_names.known_classes(), registry)}
 
 
 CLASSES = [

@@ -15,7 +15,7 @@ from reshard.formats.errors import PlanError
 from tests import store
 from tests.marks import one_of_each
 from tests.support import change_json, contents
-from tools.vllm_names import SGLANG, hashes_of, held_in, make
+from tools.engine_names import SGLANG, hashes_of, held_in, make
 
 HELD: dict[str, dict[str, list[str]]] = json.loads(lzma.decompress(SGLANG.fixture.read_bytes()))
 

@@ -1,7 +1,7 @@
 """vLLM's format for each model type: what vLLM itself holds, from its own observations, or a refusal with the reason.
 
 ``tests/oracles/vllm/zoo.json.xz`` has, for each model of the zoo that vLLM 0.32 loads and that is written, a hash of
-what each rank holds (see ``tools/vllm_names.py``).
+what each rank holds (see ``tools/engine_names.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests import store, zoo
 from tests.marks import thorough
 from tests.programs.oracles import checkpoint
 from tests.support import change_json, changed_tensors, command, contents
-from tools.vllm_names import (
+from tools.engine_names import (
     DIGITS,
     FIXTURE,
     OBSERVED,

@@ -3,7 +3,7 @@
 
     SGLANG_PYTHON -m tests.oracles.sglang.observe FOLDER DUMPS [CASE ...]
 
-FOLDER is that of ``python -m tools.vllm_names make --program sglang``, and DUMPS gets what vLLM's ``observe.py`` writes:
+FOLDER is that of ``python -m tools.engine_names make --program sglang``, and DUMPS gets what vLLM's ``observe.py`` writes:
 ``built.json``, ``tp1``, ``tp2``, ``tp4``, ``done``, ``registry.json``. The ranks are those of ``reshard verify --loader``.
 """
 

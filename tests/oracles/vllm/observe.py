@@ -3,7 +3,7 @@
 
     VLLM_PYTHON observe.py FOLDER DUMPS [--tp 1,2,4] [--part K/N] [CASE ...]
 
-FOLDER is that of `python -m tools.vllm_names make`. As `dump_quantized.py`: no kernels, one process a rank, gloo in
+FOLDER is that of `python -m tools.engine_names make`. As `dump_quantized.py`: no kernels, one process a rank, gloo in
 between. DUMPS gets a folder for each case: `built.json`, the module that vLLM took and the dtype and shape of each of
 its tensors in a bfloat16 model; `tp1`, `tp2`, `tp4`, the files of the ranks of a float32 model, in which what vLLM's
 loader leaves untouched is NaN; `done`, what failed and how. What is done is not done again; cases that are named are.

@@ -1,14 +1,15 @@
-"""Writes ``formats/programs/vllm.json``: what vLLM makes of the tensors of each model type, from vLLM itself.
+"""Writes ``formats/programs/vllm.json`` and ``sglang.json``: what an engine makes of the tensors of each model type,
+from the engine itself.
 
-With ``--program sglang`` it writes ``sglang.json``, from SGLang's model classes with towers, and
-``SGLANG_PYTHON -m tests.oracles.sglang.observe FOLDER DUMPS`` observes. All else is as said here of vLLM.
+Here for vLLM; with ``--program sglang`` it is SGLang, its model classes with towers alone, and
+``SGLANG_PYTHON -m tests.oracles.sglang.observe FOLDER DUMPS`` observes. All else is the same.
 
-    python -m tools.vllm_names make FOLDER
+    python -m tools.engine_names make FOLDER
     VLLM_PYTHON tests/oracles/vllm/observe.py FOLDER DUMPS
-    python -m tools.vllm_names more FOLDER DUMPS      # and observe again
-    python -m tools.vllm_names write FOLDER DUMPS
-    python -m tools.vllm_names registry FILE VERSION  # the classes in FILE, registry.py of a release of vLLM
-    python -m tools.vllm_names count                  # how many types of each kind
+    python -m tools.engine_names more FOLDER DUMPS      # and observe again
+    python -m tools.engine_names write FOLDER DUMPS
+    python -m tools.engine_names registry FILE VERSION  # the classes in FILE, registry.py of a release of vLLM
+    python -m tools.engine_names count                  # how many types of each kind
 
 FOLDER gets a checkpoint for each model of ``tests/zoo`` in which each element has a number of its own. vLLM loads them
 on 1, 2 and 4 ranks, and DUMPS gets what each rank holds. A model type whose shards, written by the general rules of

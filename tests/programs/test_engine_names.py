@@ -1,4 +1,4 @@
-"""How ``tools/vllm_names.py`` compares what vLLM holds with what is written, where vLLM holds it in bfloat16."""
+"""How ``tools/engine_names.py`` compares what vLLM holds with what is written, where vLLM holds it in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard.source.opening import open_source
 from reshard.verify.bytes.exact import verify_exact
 from tests import store
 from tests.support import contents
-from tools.vllm_names import (
+from tools.engine_names import (
     BITS,
     DIGIT,
     FIRST,
@@ -36,7 +36,7 @@ from tools.vllm_names import (
     read_format,
     to_documents,
 )
-from tools.vllm_names import Verdict as Known
+from tools.engine_names import Verdict as Known
 
 NARROW = ("alpha_n", "alpha_p")
 """Tensors of one element each, which vLLM holds in bfloat16."""

@@ -146,8 +146,9 @@ def bound(live: LiveState, config: Mapping[str, Any], *, dtype: str | None = Non
     """
     stored = _whole(live, dtype)
     architecture = find_architecture(dict(config), _WHERE)
-    full = inferred_tensors(NameInverse(live.format, architecture, config), [stored])
-    model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, [stored], full))
+    inverse = NameInverse(live.format, architecture, config)
+    full = inferred_tensors(inverse, [stored])
+    model = bind(architecture, config, full, axes=inferred_sizes(inverse, None, config, [stored], full))
     check_complete(model, _WHERE)
     return model
 

@@ -23,7 +23,7 @@ class NameInverse:
     """Finds the Hugging Face tensors that stored tensors are made of."""
 
     def __init__(self, format: Format, architecture: Architecture, config: Mapping[str, object]) -> None:
-        self._format, self._architecture = format.of(config), architecture
+        self._format, self.architecture = format.of(config), architecture
         self.has_chunks = format.container.chunks
         self._sizes, self._newer = AxisSizes(architecture, config, {}), newer_than_tables(config)
         self._packed = {  # for the name of each component of a packed tensor the packed tensor's
@@ -76,9 +76,14 @@ class NameInverse:
         self.again = {name: first for name, first in places if first is not None}
         return self.origins
 
+    def cut_of(self, name: str) -> int | None:
+        """The dimension of a stored tensor that a line of the format cuts over ``tp``, if not as the model's rules."""
+        lines = (line for line in self._format.rules.lines if line.cut is not None and self._sizes.is_true(line.when))
+        return next((line.cut.dim for line in lines if line.cut and line.target.match(name) is not None), None)
+
     def _unknown(self, name: str, stored: Sequence[str]) -> CheckpointError:
         """The error for a stored tensor of a name that no line of the format gives."""
-        what = f"tensor '{name}' is none that the format '{self._format.name}' has for '{self._architecture.name}'"
+        what = f"tensor '{name}' is none that the format '{self._format.name}' has for '{self.architecture.name}'"
         what += f"; {self._newer}" if self._newer else ""
         count = sum(not self.knows(each) for each in stored)
         if 2 * count <= len(stored):
@@ -156,10 +161,10 @@ class NameInverse:
             (stacked,) = source.indices - line.target.indices or {None}
             general = source.fill({**words, stacked: f"{{{stacked}}}"} if stacked else words)
             first = general.replace(f"{{{stacked}}}", "0")
-            packed = self._packed.get(self._architecture.in_general(first))
-            if packed is None and not (self.is_known(first) and self._architecture.stated(first) == first):
+            packed = self._packed.get(self.architecture.in_general(first))
+            if packed is None and not (self.is_known(first) and self.architecture.stated(first) == first):
                 return None
-            indices = self._architecture.indices_in(first)
+            indices = self.architecture.indices_in(first)
             axis = indices.popitem()[0] if stacked else None
             members = range(1)
             if packed is not None:
@@ -189,7 +194,7 @@ class NameInverse:
             return source
         if (published := self._published(source)) is not None:
             return published
-        first, *others = self._architecture.prefixes or ("",)
+        first, *others = self.architecture.prefixes or ("",)
         there = max((prefix for prefix in (first, *others) if name.startswith(prefix)), key=len, default=first)
         return there + source.removeprefix(first) if first and source.startswith(first) else source
 
@@ -205,5 +210,5 @@ class NameInverse:
         return belonging is not None and self._is_covered(belonging.weight)
 
     def _is_covered(self, name: str) -> bool:
-        match = self._architecture.match(name)
+        match = self.architecture.match(name)
         return match is not None and not (match.template.endswith("*") and self._sizes.holds(match) is None)

@@ -298,7 +298,7 @@ def _read(folder: Folder, format: Format, files: Sequence[ProgramFile], known: M
         return _ReadAs(format, files, ranks, chunks, training, known, mesh, is_known, twice=twice, others=beside)
     with _misfit(2 * has_mesh):
         sizes = folder.manifest.identity.sizes if folder.manifest else None
-        model = bind(architecture, config, full, axes=sizes or inferred_sizes(architecture, config, tensors, full))
+        model = bind(architecture, config, full, axes=sizes or inferred_sizes(inverse, mesh, config, tensors, full))
         numbers = sum(math.prod(info.shape) for infos in tensors for info in infos.values())
         for kind in model.kinds:
             if math.prod(kind.shape) > _MARGIN * numbers + FEW:
@@ -496,15 +496,18 @@ def inferred_tensors(inverse: NameInverse, ranks: Sequence[Mapping[str, TensorIn
 
 
 def inferred_sizes(
-    architecture: Architecture,
+    inverse: NameInverse,
+    mesh: Mesh | None,
     config: Mapping[str, object],
     ranks: Sequence[Mapping[str, TensorInfo]],
     full: Sequence[FullTensor],
 ) -> dict[str, int]:
-    """The sizes of axes that config.json does not give, from tensors that are stored as they are.
+    """The sizes of axes that config.json does not give, from tensors that are stored as they are, or of which the
+    format cuts a dimension.
 
     ``full`` are the inferred tensors; of a single rank, those with a shape may have another name there.
     """
+    architecture, tp = inverse.architecture, dict(mesh.degrees).get("tp", 1) if mesh else len(ranks)
     sizes = AxisSizes(architecture, config, {})
     configured, inferred = sizes.of({}), dict[str, int]()
     shapes = {name: info.shape for name, info in ranks[0].items()}
@@ -513,10 +516,11 @@ def inferred_sizes(
     for name, shape in shapes.items():
         match = architecture.match(name)
         rule = sizes.holds(match) if match else None
-        for dim, length in zip(rule.shapes[0].dims if rule else (), shape, strict=False):
-            if dim.axis is not None and dim.axis not in configured:
+        for i, (dim, length) in enumerate(zip(rule.shapes[0].dims if rule else (), shape, strict=False)):
+            if dim.axis is not None and dim.axis not in configured and dim.axis not in inferred:
                 holders = sum(name in tensors for tensors in ranks)  # those of one pipeline stage
-                inferred.setdefault(dim.axis, length * (holders if dim.axis in architecture.dealt and holders else 1))
+                is_dealt, is_cut = dim.axis in architecture.dealt, inverse.cut_of(name) == i
+                inferred[dim.axis] = length * max(1, holders if is_dealt else min(holders, tp) if is_cut else 1)
     return inferred
 
 
@@ -562,7 +566,7 @@ def states_of(source: Source) -> Iterator[tuple[Affix, Source]]:
         second = {name: first for name, first in inverse.again.items() if name not in source.model.kind_of}
         twice = tied_twice(architecture, config, full, lambda *_: bool(source.twice), second)
         full = [tensor for tensor in full if tensor.name not in twice]
-        model = bind(architecture, config, full, axes=inferred_sizes(architecture, config, tensors, full))
+        model = bind(architecture, config, full, axes=inferred_sizes(inverse, None, config, tensors, full))
         plan = program_plan(model, format, source.plan.mesh, padding=source.plan.padding or None)
         check_stored(arrangement_of(plan, format, chunks, twice), ranks, source.path)
         states = replace(source, format=format, plan=plan, model=model, ranks=ranks, chunks=chunks, twice=twice)

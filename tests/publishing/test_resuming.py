@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -58,8 +59,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def journals(out: Path) -> list[dict[str, Any]]:
     """The lines of the journals of an unfinished output."""
-    found = (path.read_text().splitlines() for path in staging_of(out).glob(".reshard-journal-*"))
-    return [json.loads(line) for lines in found for line in lines if line.endswith("}")]
+    found = list[str]()
+    for path in staging_of(out).glob(".reshard-journal-*"):
+        with contextlib.suppress(FileNotFoundError):  # the work ended since it was listed
+            found += path.read_text().splitlines()
+    return [json.loads(line) for line in found if line.endswith("}")]
 
 
 def moved(out: Path) -> int:
